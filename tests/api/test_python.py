@@ -85,6 +85,8 @@ def test_training_refuses_as_the_command_does(
     assert list(tmp_path.iterdir()) == []
     with pytest.raises(trainyard.TrainyardError, match=r"absent\.txt does not exist"):
         trainyard.prepare("absent.txt", "web")
+    with pytest.raises(trainyard.TrainyardError, match="no output given"):
+        trainyard.prepare("absent.txt", "")
 
 
 @pytest.mark.exhaustive

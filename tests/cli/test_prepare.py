@@ -276,7 +276,7 @@ def test_the_status_of_work_on_other_inputs_is_refused(
 ) -> None:
     prepare_until("2.txt", monkeypatch)
     Path("in/1.txt").unlink()
-    with pytest.raises(DataError, match="which is gone"):
+    with pytest.raises(DataError, match="which is not an input now"):
         run_verb("web.toml", "--status")
 
 

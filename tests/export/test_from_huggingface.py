@@ -244,7 +244,7 @@ def test_weights_that_are_not_finite_are_refused(theirs, tmp_path, value):
         refused(theirs, "'model.positions.weight' has values that are not finite in float32")
         return
     checkpoint = import_huggingface(theirs, tmp_path / "mine")
-    with pytest.raises(CheckpointError, match="wpe.weight' has .* not finite in float16") as raised:
+    with pytest.raises(CheckpointError, match=r"wpe\.weight' .* in float16") as raised:
         export_huggingface(checkpoint, tmp_path / "half", torch.float16)
     assert "--dtype bfloat16" in raised.value.hint
     assert not (tmp_path / "half").exists()

@@ -54,13 +54,14 @@ def prepare(
     Raises:
         TrainyardError: an input or setting is wrong, or `output` exists with other settings.
     """
-    from trainyard.config.corpus import load_corpus, output_prefixes
+    from trainyard.config.corpus import check_complete, load_corpus, output_prefixes
     from trainyard.corpus.preparation import prepare as preparation
     from trainyard.corpus.preparation.run_file import write_run_file
 
     files = [inputs] if isinstance(inputs, str | Path) else inputs
     values = {"inputs": [str(file) for file in files], "output": str(output), **settings}
     corpus = load_corpus(None, {**values, "tokenizer": tokenizer})
+    check_complete(corpus)
     or_fewer = not vocabulary_size
     if not tokenizer:
         corpus, vocabulary_size = preparation.choose_tokenizer(corpus, vocabulary_size)

@@ -169,10 +169,11 @@ def _write_values(file: IO[bytes], name: str, like: Tensor, make: Make) -> str:
     """Writes one tensor, freed before the next one; returns its checksum."""
     tensor = make(name).to(like.dtype).contiguous()
     assert tensor.shape == like.shape, (name, tensor.shape, like.shape)
-    if not all(torch.isfinite(bound) for bound in tensor.aminmax()):
+    if not all(map(torch.isfinite, tensor.aminmax())):
+        dtype = str(like.dtype).removeprefix("torch.")
         raise CheckpointError(
-            f"{name} has values that are not finite as {str(like.dtype).removeprefix('torch.')}",
-            "take an older checkpoint or an intact model; bfloat16 holds more than float16",
+            f"tensor {name!r} has values that are not finite in {dtype}",
+            "take an earlier checkpoint" + (", or --dtype bfloat16" if dtype == "float16" else ""),
         )
     file.write(tensor.reshape(-1).view(torch.uint8).numpy().data)
     return checksum_values(tensor)

@@ -146,7 +146,7 @@ def test_other_work_is_told_apart(folder: Path, name: str) -> None:
     [
         ("longer", "a.jsonl changed since data/web.work was begun: it has 65 bytes now, 64 then"),
         ("touched", "b.jsonl changed since .*: its size is the same, its time of change is not"),
-        ("gone", "data/web.work was begun with .*/b.jsonl, which is gone"),
+        ("gone", "data/web.work was begun with .*/b.jsonl, which is not an input now"),
         ("new", "data/web.work was begun without .*/aa.jsonl"),
     ],
 )

@@ -335,7 +335,7 @@ def test_a_corpus_of_other_options_is_refused(corpus: Corpus, tmp_path: Path) ->
         (change(corpus, tokenizer="gpt2"), "with another tokenizer"),
         (
             change(corpus, inputs=(corpus.inputs[0] + "/a.jsonl",)),
-            "with .*/in/b.txt, which is gone",
+            "with .*/in/b.txt, which is not an input now",
         ),
         (change(corpus, steps=[{"kind": "length"}]), "with other steps"),
     ]:

@@ -94,7 +94,9 @@ class Identity(msgspec.Struct, frozen=True, kw_only=True):
         for theirs in other.sources:
             ours = mine.pop(theirs.path, None)
             if ours is None:
-                raise DataError(f"{place} with {printable(theirs.path)}, which is gone", hint)
+                raise DataError(
+                    f"{place} with {printable(theirs.path)}, which is not an input now", hint
+                )
             if ours != theirs:
                 how = (
                     f"it has {ours.size_bytes} bytes now, {theirs.size_bytes} then"

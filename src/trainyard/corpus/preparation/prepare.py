@@ -125,7 +125,7 @@ def _work(
         if on_progress is not None and (progress := reader.read()):
             on_progress(progress)
 
-    n_workers = min(workers, max(len(plan.units), 1))
+    n_workers = max(1, min(workers, len(plan.units)))
     try:
         if n_workers == 1:
             tokenizer = Tokenizer(vocabulary, plan.tokenizer.name, plan.tokenizer.special_tokens)
