@@ -176,8 +176,8 @@ def test_a_damaged_checkpoint_is_not_exported(make_checkpoint, tmp_path):
     ("value", "dtype", "problem"),
     [
         (float("nan"), "float32", r"h\.1\.mlp\.c_fc\.bias has values"),
-        (float("-inf"), "float32", "not finite as float32"),
-        (1e5, "float16", "not finite as float16"),
+        (float("-inf"), "float32", "not finite in float32"),
+        (1e5, "float16", "not finite in float16"),
     ],
 )
 def test_weights_that_are_not_finite_are_refused(make_checkpoint, tmp_path, value, dtype, problem):
