@@ -40,6 +40,27 @@ def test_options_that_a_launcher_rules_out(
     )
 
 
+@pytest.mark.parametrize("source", ["renamed", "runs/renamed", "runs/renamed/run.toml", "away/a"])
+@pytest.mark.parametrize("verb", [["train"], ["launch", "--cluster", "slurm", "--dry-run"]])
+def test_a_run_that_has_moved_is_not_started_anew(
+    source: str,
+    verb: list[str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    for folder in ("runs/renamed", "away/a"):
+        (tmp_path / folder / "checkpoints" / "step-00000004").mkdir(parents=True)
+        (tmp_path / folder / "run.toml").write_text(render_run(load_run("tiny", ["name=a"]).run))
+    with pytest.raises(SystemExit) as ended:
+        main([*verb, source])
+    assert ended.value.code == 2
+    error = capsys.readouterr().err
+    assert "is not where its run is trained: name='a', so runs/a\n" in error
+    assert not (tmp_path / "runs" / "a").exists()
+
+
 def test_ranks_that_do_not_fit_the_layout(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as ended:
         main(["train", "tiny", "parallel.tensor=2", "--ranks", "3"])

@@ -22,7 +22,7 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from trainyard.cli.names import RUNS_FOLDER
+from trainyard.cli.names import RUNS_FOLDER, refuse_moved_run
 from trainyard.config.cluster import Launch, read_cluster
 from trainyard.config.corpus import Corpus, load_corpus, output_prefixes
 from trainyard.config.load import load_run
@@ -111,6 +111,7 @@ def plan_jobs(request: Request, project: Path) -> tuple[Run, dict[str, Job]]:
     """
     stages = parse_stages(request.stages)
     run = load_run(request.run_file, list(request.overrides)).run
+    refuse_moved_run(request.run_file, run.name, request.overrides)
     cluster = read_cluster(request.cluster, request.launch_fields)
     n_nodes = count_nodes(request, SCHEDULERS[cluster.launch.scheduler])
     n_devices = find_machine(request.cluster).devices_per_node

@@ -21,6 +21,7 @@ from trainyard.cli.names import (
     Overrides,
     Ranks,
     RunFile,
+    refuse_moved_run,
 )
 from trainyard.errors import (
     EXIT_HOLD,
@@ -179,6 +180,7 @@ def _load_run(
     from trainyard.planning.resolve import resolve
 
     run = load_run(run_file, overrides).run
+    refuse_moved_run(run_file, run.name, overrides or ())
     if process.n_ranks > 1:
         ranks = process.n_ranks
     plan = resolve(run, ranks)  # rejects impossible layouts before the slow import of torch
