@@ -116,10 +116,14 @@ def test_the_exit_codes_are_those_of_training() -> None:
 
 
 @pytest.mark.parametrize("ends", ["....", "1...", "..1..2...", ".1-..", "12-.3..."])
-def test_scripts_restart_as_training_itself_does(tmp_path: Path, ends: str) -> None:
+@pytest.mark.parametrize("is_link", [False, True])
+def test_scripts_restart_as_training_itself_does(tmp_path: Path, ends: str, is_link: bool) -> None:
     """Each start ends with a newer checkpoint (a step), with one less (-), or without (.)."""
     checkpoints, decisions = tmp_path / "checkpoints", []
     (tmp_path / "logs").mkdir()
+    if is_link:  # to another disk
+        (tmp_path / "disk").mkdir()
+        checkpoints.symlink_to(tmp_path / "disk")
     Restarts(tmp_path).begin(0)
     for attempt, end in enumerate(ends, start=1):
         if end == "-":

@@ -31,7 +31,7 @@ begin() {
 # trainyard/launch/restarts.py, since here there may be no Python.
 is_worth_it() {
   local count=0 before="" newest
-  newest=$(find "$folder/checkpoints" -path '*/step-*/manifest.json' 2> /dev/null | sort)
+  newest=$(find -L "$folder/checkpoints" -path '*/step-*/manifest.json' 2> /dev/null | sort)
   newest=${newest##*$'\n'}
   [ -f "$folder/logs/vain" ] && IFS=' ' read -r count before < "$folder/logs/vain"
   [[ "$newest" > "$before" ]] && count=0
