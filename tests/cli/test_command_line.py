@@ -268,3 +268,12 @@ def test_lines_fit_the_terminal_and_no_word_is_broken(
     assert [word for word in printed.split() if "█" not in word] == [
         word for word in piped.split() if "█" not in word
     ]
+
+
+@pytest.mark.parametrize("closed", ["<&-", ">&-", "2>&-", "<&- >&- 2>&-"])
+def test_streams_may_be_closed(tmp_path: Path, closed: str) -> None:
+    """A file opened next would get the number of a closed stream, and what is written there."""
+    command = f"exec {sys.executable} -m trainyard show tiny {closed}"
+    ended = subprocess.run(["bash", "-c", command], capture_output=True, text=True, cwd=tmp_path)
+    assert ended.returncode == 0
+    assert "Traceback" not in ended.stderr

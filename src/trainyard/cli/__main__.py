@@ -15,6 +15,7 @@ EXIT_INTERRUPTED = 130
 
 def start() -> None:
     """Imports the command line and runs it."""
+    _open_closed_streams()
     try:
         with handle_signals((signal.SIGTERM, signal.SIGHUP), _leave):
             from trainyard.cli.main import main
@@ -23,6 +24,15 @@ def start() -> None:
     except KeyboardInterrupt:
         sys.stderr.write("interrupted\n")
         sys.exit(EXIT_INTERRUPTED)
+
+
+def _open_closed_streams() -> None:
+    """Opens streams that the caller has closed, or a file of the run would get their numbers."""
+    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
+        if getattr(sys, name) is None:
+            number = os.open(os.devnull, os.O_RDWR)
+            os.set_inheritable(number, True)
+            setattr(sys, name, open(number, mode))  # noqa: PTH123, SIM115
 
 
 def _leave(number: int, _frame: FrameType | None) -> None:
