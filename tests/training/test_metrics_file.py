@@ -49,6 +49,32 @@ def test_a_line_without_room_is_left_out_and_told_once(
     assert caplog.text.count("metrics.jsonl: No space") == 1
 
 
+@pytest.mark.parametrize(
+    ("tail", "kept"), [('{"step": 2}', [1, 2, 3]), ('{"step": 2', [1, 3]), ("", [1, 3])]
+)
+def test_a_whole_line_without_its_end_is_kept(
+    tiny_run: Run, tmp_path: Path, tail: str, kept: list[int]
+) -> None:
+    path = tmp_path / "metrics.jsonl"
+    path.write_text('{"step": 1}\n' + tail)
+    outputs = Outputs(tmp_path, tiny_run)
+    outputs.write("train", {"step": 3})
+    outputs.close()
+    assert [json.loads(line)["step"] for line in path.read_text().splitlines()] == kept
+
+
+def test_a_file_made_shorter_meanwhile_gets_no_zeros(tiny_run: Run, tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    outputs = Outputs(tmp_path, tiny_run)
+    outputs.write("train", {"step": 1})
+    path.write_text("")  # as `> metrics.jsonl` does
+    with no_file_above(10):
+        outputs.write("train", {"step": 2})
+    outputs.write("train", {"step": 3})
+    outputs.close()
+    assert [json.loads(line)["step"] for line in path.read_text().splitlines()] == [3]
+
+
 def test_tensorboard_has_settings_both_losses_in_one_chart_and_no_counters(
     tiny_run: Run, tmp_path: Path
 ) -> None:

@@ -59,7 +59,7 @@ def test_files_save_and_stop_a_run(tiny_run: Run, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("seconds", "expected"),
-    [(None, None), (3600.0, None), (59.0, "75 the job's time limit is in ")],
+    [(None, None), (3600.0, None), (-1.0, None), (59.0, "75 the job's time limit is in ")],
 )
 def test_the_time_limit_of_a_job(seconds: float | None, expected: str | None) -> None:
     found = Stop(None, scheduler_seconds=seconds).stop_request()
@@ -165,6 +165,26 @@ def test_a_request_in_the_step_of_a_rollback_saves_its_record(
         assert start(tmp_path, run) == DONE
     assert len(lines_of(tmp_path, "rollback")) == 1
     assert [line["step"] for line in lines_of(tmp_path, "train")] == [*range(1, 19), *range(16, 31)]
+
+
+def test_no_line_has_the_mean_of_steps_that_were_rolled_back(
+    tiny_run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plant_spike(monkeypatch, 16, {0})
+    planted, losses = step.compute_gradients, {}
+
+    def noted(parts: Any, number: int, *others: Any) -> Any:
+        loss, totals = planted(parts, number, *others)
+        losses[number] = float(totals.loss)
+        return loss, totals
+
+    monkeypatch.setattr(step, "compute_gradients", noted)
+    # The spike is seen at the save of step 20, between two lines.
+    run = with_fields(spiking_run(tiny_run, "rollback"), log={"interval": 8})
+    assert start(tmp_path / "run", run) == DONE
+    means = [(line["step"], line["loss"]) for line in lines_of(tmp_path / "run", "train")]
+    assert [number for number, _ in means] == [8, 16, 16, 24, 30]
+    assert means[2][1] == pytest.approx(losses[15])
 
 
 def test_a_spike_that_data_does_not_cause_ends_the_run(

@@ -137,6 +137,7 @@ def roll_back(
             f"step {before.step}; the limit is {ROLLBACKS_LIMIT}",
             "lower optimizer.learning_rate, or set guard.spikes=warn",
         )
+    metrics.forget_steps()
     metrics.write(
         "rollback", {"step": before.step, "from_step": state.step, "skipped_sequences": n_skipped}
     )

@@ -29,7 +29,7 @@ from torch.utils.tensorboard import SummaryWriter
 from torch.utils.tensorboard.summary import hparams
 
 from trainyard.config.run import Run
-from trainyard.files import publish_text
+from trainyard.files import parse_json, publish_text
 from trainyard.parallel.mesh import build_clock, device_name
 from trainyard.planning.flops import (
     describe_formula,
@@ -91,11 +91,15 @@ class Metrics:
         """Writes the metrics of the steps since the last line; returns that line."""
         values = self._values(state, result)
         self.write("train", values)
+        self.forget_steps()
+        return self._render(values, self._context.plan)
+
+    def forget_steps(self) -> None:
+        """Leaves the steps since the last line out of the next."""
         self._loss_sum.zero_()
         self._skipped.zero_()
         self._steps.clear()
         self._tokens = 0
-        return self._render(values, self._context.plan)
 
     def write(self, kind: str, values: dict[str, Any]) -> None:
         """Writes an event that is not a step: evaluate, sample, start or end."""
@@ -191,31 +195,34 @@ class Outputs:
 class _Lines:
     """A file of appended lines; a full disk does not stop training.
 
-    Removes a partial line left by a killed run.
+    Removes a partial line left by a killed run; ends a whole one that an editor left without end.
     """
 
     def __init__(self, path: Path) -> None:
         self._path = path
         self._file = path.open("ab", buffering=0)
         content = path.read_bytes()
-        self._end = content.rfind(b"\n") + 1
-        self._file.truncate(self._end)
+        end = content.rfind(b"\n") + 1
+        with suppress(ValueError):
+            parse_json(content[end:])
+            end = len(content) + self._file.write(b"\n")
+        self._file.truncate(end)
         self._is_failing = False
 
     def add(self, line: str) -> None:
         """Appends a line, or drops it with one warning until a write succeeds again."""
         encoded = line.encode()
+        end = self._file.seek(0, os.SEEK_END)  # a person may have shortened it
         try:
             if self._file.write(encoded) < len(encoded):
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         except OSError as error:
             with suppress(OSError):
-                self._file.truncate(self._end)
+                self._file.truncate(end)
             if not self._is_failing:
                 logger.warning("stopped writing %s: %s", self._path, error.strerror)
             self._is_failing = True
         else:
-            self._end += len(encoded)
             self._is_failing = False
 
     def close(self) -> None:

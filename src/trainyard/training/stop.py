@@ -25,6 +25,7 @@ from types import FrameType
 
 from trainyard.errors import EXIT_HOLD, EXIT_REQUEUE, GuardError
 from trainyard.launch import signals
+from trainyard.units import format_seconds
 
 logger = logging.getLogger("trainyard")
 
@@ -72,7 +73,8 @@ class Stop:
     Args:
         folder: the run folder, where the first rank looks for files; None on other ranks.
         stop_after_minutes: wall-clock limit from now on.
-        scheduler_seconds: until the scheduler ends the job; None if unknown.
+        scheduler_seconds: until the scheduler ends the job; None if unknown. A limit in the past is
+            of an earlier job, or of another clock.
     """
 
     def __init__(
@@ -81,6 +83,10 @@ class Stop:
         stop_after_minutes: float = float("inf"),
         scheduler_seconds: float | None = None,
     ) -> None:
+        if scheduler_seconds is not None and scheduler_seconds < 0:
+            ago = format_seconds(-scheduler_seconds)
+            logger.warning("the job's time limit in the environment was %s ago: not followed", ago)
+            scheduler_seconds = None
         self._folder = folder
         self._started = time.monotonic()
         self._stop_after_minutes = stop_after_minutes
