@@ -86,9 +86,20 @@ def test_beyond_an_epoch_it_says_that_the_order_is_new(tokens: Path, tmp_path: P
     assert len(list(cache.glob("*document_index*"))) == 3
     assert (
         "; the training data needs more or fewer passes, so its order is new from here, as in "
-        "Megatron-LM: some sequences repeat early, others come late; from here on, the held-out "
-        "loss uses other sequences"
+        "Megatron-LM: some sequences repeat early, others come late\n"
     ) in said(tmp_path, 0)
+    assert "from here on, the held-out loss uses other sequences\n" in said(tmp_path, 0)
+
+
+def test_another_interval_of_evaluation_may_need_other_held_out_sequences(
+    tokens: Path, tmp_path: Path
+) -> None:
+    evaluations = ["train.global_batch_size=64", "evaluate.interval=4"]
+    assert train(tmp_path, run_of(tokens, N_STEPS, *evaluations)) == [0]
+    shutil.rmtree(tmp_path / "checkpoints" / f"step-{N_STEPS:08d}")
+    evaluations[-1] = "evaluate.interval=1"
+    assert train(tmp_path, run_of(tokens, N_STEPS, *evaluations)) == [0]
+    assert "from here on, the held-out loss uses other sequences\n" in said(tmp_path, 0)
 
 
 def test_it_ends_no_earlier_than_it_has_come(tokens: Path, tmp_path: Path) -> None:

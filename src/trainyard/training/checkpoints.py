@@ -182,13 +182,18 @@ def _try(context: TrainContext, path: Path) -> tuple[str | None, State | None]:
     except CheckpointError as error:
         return error.problem, None
     tokenizer = context.tokenizer.fingerprint if context.tokenizer else ""
-    for each in check_resumable(manifest, context.run, context.data_fingerprint, tokenizer):
+    changes = check_resumable(manifest, context.run, context.data_fingerprint, tokenizer)
+    for each in changes:
         logger.info("changed since the checkpoint: %s", each.values)
         if each.field == "train.length" and manifest.step > 0 and context.is_first_rank:
             logger.info("%s", describe_new_length(context, manifest))
     code, commit = (manifest.versions.get(name, "unknown") for name in ("code", "commit"))
     if code != context.versions["code"]:
         logger.info("the checkpoint was written by other code: %s, commit %s", code, commit)
+    if changes and manifest.step > 0 and not changes_data(manifest, context.run):
+        earlier = resolve(manifest.build_run())
+        if not keeps_passes(context.run, "valid", context.valid_order, earlier):
+            logger.info("from here on, the held-out loss uses other sequences")
     state = State.from_json(context, manifest.step, manifest.training)
     if changes_data(manifest, context.run):
         state.data_offset = 0
@@ -223,8 +228,6 @@ def describe_new_length(context: TrainContext, manifest: Manifest) -> str:
     else:
         text += "; the training data needs more or fewer passes, so its order is new from here, as "
         text += "in Megatron-LM: some sequences repeat early, others come late"
-    if not keeps_passes(run, "valid", context.valid_order, before):
-        text += "; from here on, the held-out loss uses other sequences"
     return text
 
 
