@@ -102,6 +102,13 @@ time.sleep(600)
     assert (logs / "rank-00001.log").read_text().startswith("what an earlier run said\n0\n1\n")
 
 
+def test_logs_that_somebody_removed_hide_no_failure(tmp_path: Path) -> None:
+    logs = tmp_path / "logs"
+    body = f"import shutil\nif process.rank: shutil.rmtree({str(logs)!r}); sys.exit(7)"
+    with pytest.raises(MachineError, match=r"rank 1 of 2 ended with code 7; .*:\n    \(No such file"):
+        run_ranks(2, rank_program(tmp_path, body), logs)
+
+
 def test_the_end_of_a_log_is_of_this_run(tmp_path: Path) -> None:
     log = tmp_path / "rank-00001.log"
     log.write_text("what an earlier run said\n")

@@ -124,3 +124,11 @@ def test_a_file_that_was_replaced_is_read_anew(tmp_path: Path) -> None:
     write(tmp_path, trained(7))
     assert [line["step"] for line in file.new_lines()] == [7]
     assert steps(file.metrics()) == [7]
+
+
+def test_a_file_that_was_replaced_by_a_longer_one_is_read_anew(tmp_path: Path) -> None:
+    file = MetricsFile(write(tmp_path, trained(1), trained(2)))
+    assert len(list(file.new_lines())) == 2
+    write(tmp_path, *(trained(step) for step in range(3, 9)))
+    assert [line["step"] for line in file.new_lines()] == [3, 4, 5, 6, 7, 8]
+    assert steps(file.metrics()) == [3, 4, 5, 6, 7, 8]

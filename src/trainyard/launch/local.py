@@ -290,8 +290,11 @@ def _count_cores() -> int:
 
 
 def _read_end(log: Path, start: int) -> str:
-    with log.open("rb") as file:
-        size = file.seek(0, os.SEEK_END)
-        file.seek(max(start, size - N_BYTES))
-        lines = file.read().decode("utf-8", errors="replace").splitlines()
+    try:
+        with log.open("rb") as file:
+            size = file.seek(0, os.SEEK_END)
+            file.seek(max(start, size - N_BYTES))
+            lines = file.read().decode("utf-8", errors="replace").splitlines()
+    except OSError as error:  # somebody has removed it
+        lines = [f"({error.strerror})"]
     return "\n".join(f"    {line}" for line in lines[-N_LINES:]) or "    (nothing)"

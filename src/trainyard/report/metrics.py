@@ -21,6 +21,8 @@ from trainyard.report.history import COLUMNS, History, Line, RunMetrics, is_fini
 
 EVALUATED = ("tokens", "loss", "perplexity", "bits_per_byte")
 LINE_LIMIT_BYTES = 16 * 2**20
+BEGINNING_BYTES = 4096
+"""They have the time of the first line, and so tell two files apart."""
 
 
 def read_metrics(path: str | Path) -> RunMetrics:
@@ -49,7 +51,7 @@ class MetricsFile:
 
     def _begin(self) -> None:
         self._offset = self._n_lines = self._n_damaged = 0
-        self._first_damage = ""
+        self._first_damage, self._beginning = "", b""
         self._history = History()
 
     def new_lines(self) -> Iterator[Line]:
@@ -60,8 +62,10 @@ class MetricsFile:
         """
         try:
             with open_file(self._path) as file:
-                if file.seek(0, 2) < self._offset:  # the file was replaced
-                    self._begin()
+                beginning = file.read(BEGINNING_BYTES)
+                if file.seek(0, 2) < self._offset or not beginning.startswith(self._beginning):
+                    self._begin()  # the file was replaced
+                self._beginning = beginning[: beginning.rfind(b"\n") + 1]
                 file.seek(self._offset)
                 while (raw := file.readline(LINE_LIMIT_BYTES)).endswith(b"\n") or (
                     len(raw) == LINE_LIMIT_BYTES
