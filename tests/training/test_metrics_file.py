@@ -75,6 +75,23 @@ def test_a_file_made_shorter_meanwhile_gets_no_zeros(tiny_run: Run, tmp_path: Pa
     assert [json.loads(line)["step"] for line in path.read_text().splitlines()] == [3]
 
 
+@pytest.mark.parametrize("kept", [True, False])
+def test_a_file_that_was_replaced_meanwhile_gets_the_lines_that_follow(
+    tiny_run: Run, tmp_path: Path, kept: bool
+) -> None:
+    """As editors and `sed -i` do, and, without a new file, what rotates logs."""
+    path = tmp_path / "metrics.jsonl"
+    outputs = Outputs(tmp_path, tiny_run)
+    outputs.write("train", {"step": 1})
+    path.rename(tmp_path / "old")
+    if kept:
+        path.write_text((tmp_path / "old").read_text())
+    outputs.write("train", {"step": 2})
+    outputs.close()
+    found = [json.loads(line)["step"] for line in path.read_text().splitlines()]
+    assert found == ([1, 2] if kept else [2])
+
+
 def test_tensorboard_has_settings_both_losses_in_one_chart_and_no_counters(
     tiny_run: Run, tmp_path: Path
 ) -> None:

@@ -176,7 +176,6 @@ class Outputs:
 
     def close(self) -> None:
         """Flushes and closes everything."""
-        self._lines.close()
         with self._without_tensorboard_if_it_fails():
             if self._tensorboard is not None:
                 self._tensorboard.close()
@@ -200,34 +199,31 @@ class _Lines:
 
     def __init__(self, path: Path) -> None:
         self._path = path
-        self._file = path.open("ab", buffering=0)
-        content = path.read_bytes()
-        end = content.rfind(b"\n") + 1
-        with suppress(ValueError):
-            parse_json(content[end:])
-            end = len(content) + self._file.write(b"\n")
-        self._file.truncate(end)
         self._is_failing = False
+        with path.open("ab", buffering=0) as file:
+            content = path.read_bytes()
+            end = content.rfind(b"\n") + 1
+            with suppress(ValueError):
+                parse_json(content[end:])
+                end = len(content) + file.write(b"\n")
+            file.truncate(end)
 
     def add(self, line: str) -> None:
         """Appends a line, or drops it with one warning until a write succeeds again."""
         encoded = line.encode()
-        end = self._file.seek(0, os.SEEK_END)  # a person may have shortened it
         try:
-            if self._file.write(encoded) < len(encoded):
-                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+            # Opened each time: an editor, or whatever rotates logs, puts another file there.
+            with self._path.open("ab", buffering=0) as file:
+                end = file.seek(0, os.SEEK_END)
+                if file.write(encoded) < len(encoded):
+                    file.truncate(end)
+                    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         except OSError as error:
-            with suppress(OSError):
-                self._file.truncate(end)
             if not self._is_failing:
                 logger.warning("stopped writing %s: %s", self._path, error.strerror)
             self._is_failing = True
         else:
             self._is_failing = False
-
-    def close(self) -> None:
-        with suppress(OSError):  # some file systems tell here that they failed before
-            self._file.close()
 
 
 def render_short_line(values: dict[str, Any], plan: Plan) -> str:
