@@ -26,7 +26,7 @@ FILE_LINES = 600
 FUNCTION_LINES = 60
 FUNCTION_LINES_OF_LOOP_AND_STEP = 100
 PARAMETERS = 7
-TRAINING_CLOSURE_FILES = 76
+TRAINING_CLOSURE_FILES = 75
 
 
 def functions(path: Path) -> Iterator[ast.FunctionDef | ast.AsyncFunctionDef]:
@@ -156,7 +156,7 @@ def test_code_of_others_is_replaced_only_in_the_simulation() -> None:
         ]
         owners = [ast.unparse(value) for value in changed if not isinstance(value, ast.Call)]
         settings = ("torch.backends.", "torch.utils.deterministic")
-        owners = [owner for owner in owners if not owner.startswith(settings)]
+        owners = [owner for owner in owners if not owner.startswith(settings) and owner != "sys"]
         if {owner.split(".")[0] for owner in owners} & imported:
             found.add(name_of(path))
     assert found == {

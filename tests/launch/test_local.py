@@ -105,7 +105,9 @@ time.sleep(600)
 def test_logs_that_somebody_removed_hide_no_failure(tmp_path: Path) -> None:
     logs = tmp_path / "logs"
     body = f"import shutil\nif process.rank: shutil.rmtree({str(logs)!r}); sys.exit(7)"
-    with pytest.raises(MachineError, match=r"rank 1 of 2 ended with code 7; .*:\n    \(No such file"):
+    with pytest.raises(
+        MachineError, match=r"rank 1 of 2 ended with code 7; .*:\n    \(No such file"
+    ):
         run_ranks(2, rank_program(tmp_path, body), logs)
 
 
