@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -165,3 +166,15 @@ def test_a_file_that_becomes_shorter_is_named(tmp_path):
     path.unlink()
     with pytest.raises(CheckpointError, match=f"{path} cannot be read: .*No such file"):
         read_values(values)
+
+
+def test_a_checkpoint_that_training_removed_meanwhile_is_not_called_damaged(tmp_path):
+    path = tmp_path / "step-00000004" / "a.safetensors"
+    path.parent.mkdir()
+    write_shards({path: {"a": torch.zeros(5000)}})
+    values = read_header(path)["a"]
+    shutil.rmtree(path.parent)
+    for read in (lambda: read_values(values), lambda: read_header(path)):
+        with pytest.raises(CheckpointError) as caught:
+            read()
+        assert caught.value.hint == "training has removed it meanwhile: run the command again"

@@ -273,12 +273,17 @@ def read_manifest(path: Path) -> Manifest:
     for name, n_bytes in manifest.sizes.items():
         found = regular_file_size(path / name)
         if found is None:
-            raise CheckpointError(f"{path / name} is missing", OLDER_IS_KEPT)
+            raise CheckpointError(f"{path / name} is missing", hint_for(path, OLDER_IS_KEPT))
         if found != n_bytes:
             raise CheckpointError(
                 f"{path / name} has {found} bytes instead of {n_bytes}", OLDER_IS_KEPT
             )
     return manifest
+
+
+def hint_for(path: Path, hint: str) -> str:
+    """Returns the hint for a problem of a checkpoint folder, or what to do if it is gone."""
+    return hint if path.is_dir() else "training has removed it meanwhile: run the command again"
 
 
 def list_checkpoints(folder: Path) -> list[Path]:

@@ -35,7 +35,7 @@ import torch
 import xxhash
 from torch import Tensor
 
-from trainyard.checkpoint.format import DTYPE_BYTES, HEADER_LIMIT_BYTES, StoredFile
+from trainyard.checkpoint.format import DTYPE_BYTES, HEADER_LIMIT_BYTES, StoredFile, hint_for
 from trainyard.errors import CheckpointError
 from trainyard.files import open_file, refuse_lfs_pointer
 
@@ -149,7 +149,8 @@ def read_header(path: Path) -> dict[str, Values]:
                 raise _malformed(path, f"its header would have {n_bytes} bytes")
             entries = msgspec.json.decode(file.read(n_bytes), type=dict[str, _Entry])
     except OSError as error:
-        raise CheckpointError(f"{path} cannot be read: {error.strerror}", _TAKE_ANOTHER) from None
+        hint = hint_for(path.parent, _TAKE_ANOTHER)
+        raise CheckpointError(f"{path} cannot be read: {error.strerror}", hint) from None
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
         raise _malformed(path, str(error)) from None
     entries.pop("__metadata__", None)
@@ -196,7 +197,8 @@ def read_values(values: Values, into: Tensor | None = None, like: str = "") -> s
                 _read_all(file, piece, values.start + done)
                 digest.update(piece)
     except OSError as error:
-        raise CheckpointError(f"{values.path} cannot be read: {error}", _TAKE_ANOTHER) from None
+        hint = hint_for(values.path.parent, _TAKE_ANOTHER)
+        raise CheckpointError(f"{values.path} cannot be read: {error}", hint) from None
     return digest.hexdigest()
 
 
