@@ -96,6 +96,17 @@ def test_a_run_that_trains(folder: Path, capsys: pytest.CaptureFixture[str]) -> 
     ]
 
 
+def test_a_loss_of_long_ago_is_not_shown_beside_the_newest_step(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    lines = [*run_lines(8)[:-1], *(train_line(step, None) for step in (9, 10))]
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    said = status(folder, capsys)
+    assert "step        10 of 50" in said
+    assert "loss        none: the newest steps were skipped; held out" in said
+    assert json.loads(status(folder, capsys, "--json"))["loss"] is None
+
+
 def test_starts_ends_and_nodes_that_failed(
     folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -25,7 +25,7 @@ PLAN = {
 }
 
 
-def train_line(step: int, loss: float, **values: Any) -> dict[str, Any]:
+def train_line(step: int, loss: float | None, **values: Any) -> dict[str, Any]:
     line = {
         "kind": "train",
         "time": 1000.0 + step,

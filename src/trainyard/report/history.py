@@ -130,6 +130,12 @@ class RunMetrics:
         return statistics.median(values) if values else None
 
     @property
+    def last_loss(self) -> float | None:
+        """The loss at the last logged step; None if the steps of its line were skipped."""
+        newest = self.train["loss"][-1:]
+        return float(newest[0]) if np.isfinite(newest).any() else None
+
+    @property
     def held_out_losses(self) -> list[Line]:
         """The evaluations with a finite loss."""
         return [line for line in self.evaluations if is_finite(line.get("loss"))]

@@ -113,7 +113,7 @@ class Status:
             "text": self.text,
             "step": self.step,
             "n_steps": self.n_steps,
-            "loss": self._last("loss"),
+            "loss": self.metrics.last_loss,
             "held_out_loss": held_out[-1]["loss"] if held_out else None,
             "tokens_per_second": self.tokens_per_second,
             "seconds_left": self.seconds_left,
@@ -157,7 +157,8 @@ class Status:
 
     def facts(self) -> dict[str, str]:
         """Returns the known facts as texts, by their labels."""
-        step, loss, rate = self.step, self._last("loss"), self.tokens_per_second
+        step, loss, rate = self.step, self.metrics.last_loss, self.tokens_per_second
+        no_loss = NOT_KNOWN_YET if step is None else "none: the newest steps were skipped"
         total = "" if self.n_steps is None else f" of {self.n_steps:,}"
         share = f" ({(step or 0) / self.n_steps:.0%})" if self.n_steps else ""
         left = self.seconds_left
@@ -167,7 +168,7 @@ class Status:
             "job": self._describe_job(),
             "ancestry": describe_ancestry(self.ancestors),
             "step": NOT_KNOWN_YET if step is None else f"{step:,}{total}{share}",
-            "loss": (NOT_KNOWN_YET if loss is None else f"{loss:.4f}")
+            "loss": (no_loss if loss is None else f"{loss:.4f}")
             + "".join(f"; held out {e['loss']:.4f} at step {e['step']:,}" for e in held_out)
             + (
                 f"; test {test['loss']:.4f} at step {test['step']:,}"

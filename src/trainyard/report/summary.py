@@ -140,7 +140,7 @@ def summarize(reported: ReportedRun) -> list[Figure]:
     return [
         loss("Held-out loss", evaluation.get("loss"), "nats per token, latest"),
         Figure("Bits per byte", show(bits, "{:.4f}"), "held-out text", bits),
-        loss("Training loss", train.last("loss"), "at the last logged step"),
+        loss("Training loss", metrics.last_loss, "at the last logged step"),
         Figure("Time", format_seconds(metrics.seconds), "without pauses", metrics.seconds),
         Figure("Tokens/s", large(per_second), "per device", per_second, "higher"),
         Figure("Parameters", large(reported.plan.get("n_parameters"))),
