@@ -27,12 +27,14 @@ def start() -> None:
 
 
 def _open_closed_streams() -> None:
-    """Opens streams that the caller has closed, or a file of the run would get their numbers."""
-    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
-        if getattr(sys, name) is None:
-            number = os.open(os.devnull, os.O_RDWR)
-            os.set_inheritable(number, True)
-            setattr(sys, name, open(number, mode))  # noqa: PTH123, SIM115
+    """Starts again with the streams that the caller closed: a file would get their numbers."""
+    streams = enumerate((sys.stdin, sys.stdout, sys.stderr))
+    closed = [number for number, stream in streams if stream is None]
+    for number in closed:
+        os.dup2(os.open(os.devnull, os.O_RDWR), number)
+        os.set_inheritable(number, True)
+    if closed:
+        os.execv(sys.executable, sys.orig_argv)
 
 
 def _leave(number: int, _frame: FrameType | None) -> None:
