@@ -250,6 +250,13 @@ def test_weights_that_are_not_finite_are_refused(theirs, tmp_path, value):
     assert not (tmp_path / "half").exists()
 
 
+def test_quantized_weights_are_refused(theirs):
+    weights = load_file(theirs / "model.safetensors")
+    name = "transformer.wpe.weight"
+    save_file(weights | {name: weights[name].to(torch.int8)}, theirs / "model.safetensors")
+    refused(theirs, "tensor 'transformer.wpe.weight' in .* is quantized, to torch.int8")
+
+
 def test_missing_and_unknown_tensors_are_named(theirs, tmp_path):
     weights = load_file(theirs / "model.safetensors")
     save_file(weights | {"adapter.a": torch.ones(1)}, theirs / "model.safetensors")

@@ -26,10 +26,10 @@ from tests.waiting import wait_until
 from trainyard.checkpoint.format import read_manifest
 from trainyard.checkpoint.load import load_tensors
 from trainyard.checkpoint.resume import newest_checkpoint
-from trainyard.config.run import Run
+from trainyard.config.run import Blend, Data, Run
 from trainyard.data.index_cache import FileBlock, IndexCache
 from trainyard.data.indexed import token_paths
-from trainyard.data.loader import data_fingerprint, describe_data
+from trainyard.data.loader import build_training_orders, data_fingerprint, describe_data
 from trainyard.errors import (
     CheckpointError,
     ConfigError,
@@ -512,6 +512,20 @@ def test_ranks_that_see_other_data_are_told(
         return caught.value.problem
 
     assert set(run_ranks(3, read)) == {"rank 2 of 3: the token files differ from those of rank 0"}
+
+
+def test_held_out_files_that_are_trained_on_are_said(
+    tiny_run: Run, tmp_path: Path, token_prefix: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / "link").symlink_to(Path(token_prefix).parent)
+    other = str(tmp_path / "link" / Path(token_prefix).name)
+    train, cache = Blend(prefixes=(token_prefix,)), str(tmp_path / "cache")
+    for valid, is_said in ((other, True), (str(write_tokens(tmp_path)), False)):
+        data = Data(train=train, valid=Blend(prefixes=(valid,)), cache_folder=cache)
+        run = tiny_run.model_copy(update={"data": data})
+        caplog.clear()
+        build_training_orders(run, resolve(run))
+        assert ("is in data.train and data.valid" in caplog.text) == is_said
 
 
 def rows_of_order(run: Run, mesh: Mesh) -> list[list[int]]:

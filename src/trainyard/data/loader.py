@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import hashlib
 import logging
+import os
 from collections.abc import Collection, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
@@ -178,6 +179,11 @@ def build_training_orders(
     Raises:
         ConfigError, DataError: as `build_orders`.
     """
+    train, valid = (
+        set(map(os.path.realpath, each.prefixes)) for each in (run.data.train, run.data.valid)
+    )
+    if both := sorted(train & valid):
+        _log.warning("%s is in data.train and data.valid: no token is held out", both[0])
     try:
         return build_orders(run, plan, cache=cache)
     except DataError as error:

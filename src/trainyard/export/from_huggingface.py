@@ -110,6 +110,11 @@ def _find_weights(folder: Path) -> dict[str, Values]:
                 "the files are of two models: download or save the folder again",
             )
         weights |= header
+    if whole := [name for name, each in weights.items() if not each.dtype.is_floating_point]:
+        raise CheckpointError(
+            f"tensor {whole[0]!r} in {folder} is quantized, to {weights[whole[0]].dtype}",
+            "take a folder of this model that is not quantized",
+        )
     return weights
 
 
