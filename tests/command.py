@@ -9,6 +9,7 @@ from __future__ import annotations
 import gc
 import os
 import pty
+import select
 import sys
 import tempfile
 import traceback
@@ -41,7 +42,8 @@ def on_terminal(
 ) -> tuple[int, str]:
     """Runs `trainyard WORDS` on a terminal; gives its exit code and what it printed.
 
-    Types each text once what it waits for has been printed since the last.
+    Types each text once what it waits for has been printed since the last; the last one again and
+    again, since a signal just before a program begins to wait for a line is lost.
     """
     from trainyard.cli.main import main
 
@@ -61,10 +63,14 @@ def on_terminal(
             os._exit(code)
     printed, seen, waiting = "", 0, [*typed]
     with suppress(OSError):  # the terminal's end on Linux
-        while chunk := os.read(terminal, 65536):
+        while True:
+            if typed and not waiting and not select.select([terminal], [], [], 0.5)[0]:
+                os.write(terminal, typed[-1][1].encode())
+                continue
+            chunk = os.read(terminal, 65536)
             printed += chunk.decode(errors="replace")
-            if waiting and waiting[0][0] in printed[seen:]:
-                seen = len(printed)
+            if waiting and (place := printed.find(waiting[0][0], seen)) >= 0:
+                seen = place + len(waiting[0][0])
                 os.write(terminal, waiting.pop(0)[1].encode())
     os.close(terminal)
     return wait_for(pid), printed

@@ -8,6 +8,7 @@ in the life of a run, does the harm. Nothing else differs from training as users
 from __future__ import annotations
 
 import ctypes
+import inspect
 import json
 import os
 import signal
@@ -176,7 +177,9 @@ def kill_rank(_fault: Fault, _path: Path | None) -> None:
 
 def terminate_job(_fault: Fault, _path: Path | None) -> None:
     # The run is so short that it could be over before; without a handler it ends at once.
-    stop: Any = getattr(signal.getsignal(signal.SIGTERM), "__self__", None)
+    handler: Any = signal.getsignal(signal.SIGTERM)  # of `handle_signals`
+    noted = inspect.getclosurevars(handler).nonlocals["handler"] if callable(handler) else None
+    stop: Any = getattr(noted, "__self__", None)
     os.kill(os.getppid(), signal.SIGTERM)
     wait_until(lambda: stop is not None and stop._signal is not None)
 
