@@ -45,10 +45,7 @@ BASELINES: dict[str, Sequence[Family]] = {
 """The architectures that each has."""
 PACKAGES = {
     TRANSFORMERS: ("transformers", "pip install transformers"),
-    LITGPT: (
-        "litgpt",
-        "pip install --no-deps litgpt lightning lightning-utilities torchmetrics",
-    ),
+    LITGPT: ("litgpt", "pip install --no-deps litgpt lightning lightning-utilities torchmetrics"),
     MEGATRON_CORE: ("megatron.core", "pip install --no-deps megatron-core==0.16.1"),
 }
 PRECISIONS = ("fp32", "bf16")
@@ -251,9 +248,5 @@ def build_adamw(parameters: Sequence[nn.Parameter], optimizer: Optimizer) -> tor
         {"params": [p for p in parameters if p.ndim == 1], "weight_decay": 0.0},
     ]
     return torch.optim.AdamW(
-        groups,
-        lr=optimizer.learning_rate,
-        betas=optimizer.betas,
-        eps=optimizer.epsilon,
-        fused=True,
+        groups, lr=optimizer.learning_rate, betas=optimizer.betas, eps=optimizer.epsilon, fused=True
     )

@@ -165,10 +165,4 @@ def _with_random_tokens(run: Run, steps: Steps, folder: Path) -> Run:
         writer.add_document(tokens)
     data = Data(train=Blend(prefixes=(str(prefix),)), cache_folder=str(folder / "cache"))
     train = run.train.model_copy(update={"length": Length(n_steps, "steps")})
-    return run.model_copy(
-        update={
-            "data": data,
-            "train": train,
-            "evaluate": Evaluate(batches=0),
-        }
-    )
+    return run.model_copy(update={"data": data, "train": train, "evaluate": Evaluate(batches=0)})

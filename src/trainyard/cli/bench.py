@@ -12,11 +12,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from trainyard.cli.flop_formula import FlopFormulaOption, with_formula
-from trainyard.cli.names import (
-    Overrides,
-    Ranks,
-    RunFile,
-)
+from trainyard.cli.names import Overrides, Ranks, RunFile
 from trainyard.errors import LaunchError
 from trainyard.launch.environment import Process, read_process
 

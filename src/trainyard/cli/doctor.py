@@ -30,8 +30,7 @@ def doctor(
     ] = None,
     nodes: Annotated[int | None, typer.Option(min=1, help="Expected number of machines.")] = None,
     ranks: Annotated[
-        int | None,
-        typer.Option(min=1, help="Processes on this machine. Default: one per GPU."),
+        int | None, typer.Option(min=1, help="Processes on this machine. Default: one per GPU.")
     ] = None,
     calibrate: Annotated[
         Path | None,
@@ -71,10 +70,7 @@ def doctor(
     if calibrate is not None and process.rank == 0:
         refuse_file(calibrate)
         if not has_torch():
-            raise MachineError(
-                "--calibrate: measuring needs torch",
-                install_command("train"),
-            )
+            raise MachineError("--calibrate: measuring needs torch", install_command("train"))
     order = Order(
         runs=folder,
         budget_seconds=seconds,

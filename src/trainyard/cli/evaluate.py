@@ -12,10 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from trainyard.cli.names import (
-    Trained,
-    find_trained,
-)
+from trainyard.cli.names import Trained, find_trained
 from trainyard.errors import DataError, LaunchError
 from trainyard.extras import require
 from trainyard.files import publish_text
@@ -50,12 +47,10 @@ def evaluate(
         str, typer.Option(help="A text file or a token file prefix; default: the test split.")
     ] = "",
     batches: Annotated[
-        int,
-        typer.Option(min=0, help="Global batches of the test split; 0: the run's setting."),
+        int, typer.Option(min=0, help="Global batches of the test split; 0: the run's setting.")
     ] = 0,
     stride: Annotated[
-        int,
-        typer.Option(min=0, help="With --data: tokens between windows; 0: no overlap."),
+        int, typer.Option(min=0, help="With --data: tokens between windows; 0: no overlap.")
     ] = 0,
     ranks: Annotated[
         int, typer.Option(min=1, help="Processes on this machine, in the run's layout.")

@@ -9,10 +9,7 @@ from typing import Annotated, Literal
 
 import typer
 
-from trainyard.cli.names import (
-    Trained,
-    find_trained,
-)
+from trainyard.cli.names import Trained, find_trained
 from trainyard.errors import ConfigError
 from trainyard.extras import require
 

@@ -11,10 +11,7 @@ from typing import Annotated
 
 import typer
 
-from trainyard.cli.names import (
-    Trained,
-    find_trained,
-)
+from trainyard.cli.names import Trained, find_trained
 from trainyard.errors import UserError
 
 

@@ -7,11 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from trainyard.cli.names import (
-    Overrides,
-    RunFile,
-    complete_cluster,
-)
+from trainyard.cli.names import Overrides, RunFile, complete_cluster
 from trainyard.errors import DataError, MachineError
 
 if TYPE_CHECKING:

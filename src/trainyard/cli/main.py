@@ -19,13 +19,7 @@ from typer.exceptions import TyperException
 
 from trainyard import __version__
 from trainyard.cli.help import PROGRAM, Verbs
-from trainyard.errors import (
-    EXIT_INTERRUPTED,
-    ConfigError,
-    UserError,
-    explain_os_error,
-    printable,
-)
+from trainyard.errors import EXIT_INTERRUPTED, ConfigError, UserError, explain_os_error, printable
 from trainyard.extras import missing_package
 from trainyard.launch.environment import hide_secrets, let_idle_threads_sleep, raise_file_limit
 from trainyard.log import build_logger, escape_output

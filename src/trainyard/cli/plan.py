@@ -9,12 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from trainyard.cli.flop_formula import FlopFormulaOption, with_formula
-from trainyard.cli.names import (
-    Overrides,
-    RunFile,
-    complete_cluster,
-    complete_device,
-)
+from trainyard.cli.names import Overrides, RunFile, complete_cluster, complete_device
 from trainyard.errors import ConfigError, MachineError
 
 if TYPE_CHECKING:
@@ -57,8 +52,7 @@ def plan(
         ),
     ] = None,
     simulate: Annotated[
-        bool,
-        typer.Option("--simulate", help="Run the real step of a rank on fake tensors."),
+        bool, typer.Option("--simulate", help="Run the real step of a rank on fake tensors.")
     ] = False,
     rank: Annotated[int, typer.Option(min=0, help="With --simulate: which rank.")] = 0,
     all_stages: Annotated[

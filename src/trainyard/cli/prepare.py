@@ -32,7 +32,7 @@ def prepare(
         str,
         typer.Option(
             help="gpt2 (included), or a folder with vocab.json and merges.txt or with a "
-            "tokenizer.json; default: train one.",
+            "tokenizer.json; default: train one."
         ),
     ] = "",
     train_tokenizer: Annotated[

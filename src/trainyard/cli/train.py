@@ -16,13 +16,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
-from trainyard.cli.names import (
-    RUNS_FOLDER,
-    Overrides,
-    Ranks,
-    RunFile,
-    refuse_moved_run,
-)
+from trainyard.cli.names import RUNS_FOLDER, Overrides, Ranks, RunFile, refuse_moved_run
 from trainyard.errors import (
     EXIT_HOLD,
     EXIT_INTERRUPTED,
@@ -55,8 +49,7 @@ def train(
     run_file: RunFile,
     overrides: Overrides = None,
     resume: Annotated[
-        Resume,
-        typer.Option(help="auto: resume if there is a checkpoint; must: fail without one."),
+        Resume, typer.Option(help="auto: resume if there is a checkpoint; must: fail without one.")
     ] = "auto",
     ranks: Ranks = None,
     minutes: Annotated[
@@ -67,16 +60,14 @@ def train(
         ),
     ] = None,
     log: Annotated[
-        LogLines,
-        typer.Option(help="Log lines: short, or full for every metric."),
+        LogLines, typer.Option(help="Log lines: short, or full for every metric.")
     ] = "short",
     overwrite: Annotated[
         bool,
         typer.Option("--overwrite", help="Remove the run's checkpoints and metrics; start over."),
     ] = False,
     force: Annotated[
-        bool,
-        typer.Option("--force", help="Train even if memory or disk seem too small."),
+        bool, typer.Option("--force", help="Train even if memory or disk seem too small.")
     ] = False,
 ) -> None:
     """Train a run in the folder runs/NAME.

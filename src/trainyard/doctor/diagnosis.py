@@ -112,9 +112,7 @@ def find_usual_machine(device: str) -> tuple[str, Machine] | None:
 
 
 def diagnose(
-    examinations: Sequence[Examination],
-    promised: Machine | None,
-    n_nodes: int | None = None,
+    examinations: Sequence[Examination], promised: Machine | None, n_nodes: int | None = None
 ) -> Diagnosis:
     """Judges the examinations of all ranks.
 

@@ -36,12 +36,7 @@ from trainyard.model.attention import FLASH_HEAD_MULTIPLE, Attention, CausalAtte
 from trainyard.model.documents import document_mask
 from trainyard.model.gpt import GPT
 from trainyard.model.linear import as_output
-from trainyard.parallel.collectives import (
-    exchange_parts,
-    finish,
-    sent_again,
-    start_all_to_all,
-)
+from trainyard.parallel.collectives import exchange_parts, finish, sent_again, start_all_to_all
 
 Method = Literal["ulysses", "ring"]
 

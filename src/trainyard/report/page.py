@@ -184,8 +184,7 @@ def _save_charts(folder: Path, charts: list[Chart]) -> None:
             save_png(chart, folder)
     except OSError as error:
         raise MachineError(
-            f"cannot write plots to {folder}: {error.strerror}",
-            "pass a writable folder to --png",
+            f"cannot write plots to {folder}: {error.strerror}", "pass a writable folder to --png"
         ) from None
 
 

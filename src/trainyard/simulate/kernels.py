@@ -320,8 +320,7 @@ def _of_node(place: str, node: Any) -> Iterator[Kernel]:
 def _library_calls(origin: Any) -> Iterator[tuple[int, str, torch.dtype]]:
     """Yields FLOP, name and format of the operation that a node of a graph calls."""
     args, kwargs = tree_map(
-        lambda x: x.meta["val"] if isinstance(x, torch.fx.Node) else x,
-        (origin.args, origin.kwargs),
+        lambda x: x.meta["val"] if isinstance(x, torch.fx.Node) else x, (origin.args, origin.kwargs)
     )
     # With a generator's state, a node calls its first argument that is an operation.
     for number, function in enumerate((origin.target, *args)):
