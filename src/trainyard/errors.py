@@ -19,6 +19,8 @@ from __future__ import annotations
 import errno
 import os
 import re
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 EXIT_REQUEUE = 75
 """Stopped early, or stopped by a failing machine: start the same command again."""
@@ -114,6 +116,17 @@ def explain_os_error(error: OSError) -> MachineError | None:
     place = f"{name}: " if name else ""
     hint = _HINTS.get(error.errno or 0, "check this path; --debug shows where it was needed")
     return MachineError(f"{place}{error.strerror}", hint)
+
+
+@contextmanager
+def explain_failure(
+    problem: str, hint: str = "", kind: type[UserError] = MachineError
+) -> Iterator[None]:
+    """Converts an OSError to an error of this kind: the problem, its reason, and a hint."""
+    try:
+        yield
+    except OSError as error:
+        raise kind(f"{problem}: {error.strerror or error}", hint) from error
 
 
 class LostRankError(MachineError):

@@ -32,7 +32,7 @@ from trainyard.doctor.verdict import (
     Row,
     Shape,
 )
-from trainyard.errors import MachineError
+from trainyard.errors import MachineError, explain_failure
 from trainyard.planning.hardware import GIGA, TERA, Machine
 
 HALF_KINDS = ("bf16", "fp16", "fp32")
@@ -78,10 +78,8 @@ def write_cluster(path: Path, base: str | None, gpu: str, values: Mapping[str, A
     content |= {**values, "efficiencies": shares}
     day = time.strftime("%Y-%m-%d")
     text = f"# Measured on {day} by trainyard doctor.\n{tomli_w.dumps(content)}"
-    try:
+    with explain_failure(f"cannot write {path}", "use another file"):
         path.write_text(text, encoding="utf-8")
-    except OSError as error:
-        raise MachineError(f"cannot write {path}: {error.strerror}", "use another file") from error
 
 
 def calibrate(machine: Machine, rows: Sequence[Row], shape: Shape) -> dict[str, Any]:

@@ -34,7 +34,7 @@ from pathlib import Path
 
 from trainyard.doctor.second import LOCKED, NEW, OLD, RENAMED
 from trainyard.doctor.verdict import PASS, REPLACE, WARN, Finding
-from trainyard.errors import MachineError
+from trainyard.errors import MachineError, explain_failure
 from trainyard.units import format_bytes
 
 PIECE_BYTES = 8 * 2**20
@@ -64,13 +64,9 @@ def trial_folder(runs: Path) -> Iterator[Path]:
         MachineError: it cannot be written.
     """
     missing = [each for each in (runs, *runs.parents) if not each.exists()]
-    try:
+    with explain_failure(f"cannot write to {runs}", "set a folder for runs with --folder"):
         runs.mkdir(parents=True, exist_ok=True)
         path = Path(tempfile.mkdtemp(prefix=".doctor-", dir=runs))
-    except OSError as error:
-        raise MachineError(
-            f"cannot write to {runs}: {error.strerror}", "set a folder for runs with --folder"
-        ) from error
     try:
         yield path
     finally:

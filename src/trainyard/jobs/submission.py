@@ -27,7 +27,7 @@ from pydantic import Field
 
 from trainyard.config.load import parse_toml
 from trainyard.config.section import Section
-from trainyard.errors import ConfigError, LaunchError, MachineError
+from trainyard.errors import ConfigError, LaunchError, explain_failure
 from trainyard.files import read_file
 from trainyard.jobs.scheduler import BatchScheduler
 from trainyard.jobs.schedulers import SCHEDULERS
@@ -69,10 +69,8 @@ def run_here(script: Path, *arguments: str) -> NoReturn:
     Raises:
         LaunchError: bash is not installed.
     """
-    try:
+    with explain_failure(f"bash {script} cannot be started", kind=LaunchError):
         os.execvp("bash", ["bash", str(script), *arguments])
-    except OSError as error:
-        raise _no_bash(script, error) from None
 
 
 def run_stage(stage: str, script: Path, *arguments: str) -> None:
@@ -82,13 +80,11 @@ def run_stage(stage: str, script: Path, *arguments: str) -> None:
         LaunchError: bash is not installed, or the stage failed and has printed why.
     """
     with note_signals((signal.SIGINT, signal.SIGTERM, signal.SIGHUP)) as received:
-        try:
+        with explain_failure(f"bash {script} cannot be started", kind=LaunchError):
             # In its own process group Ctrl-C on a terminal does not reach it twice.
             running = subprocess.Popen(
                 ["bash", str(script), *arguments], stdin=subprocess.DEVNULL, process_group=0
             )
-        except OSError as error:
-            raise _no_bash(script, error) from None
         n_sent = 0
         while running.poll() is None:
             for number in received[n_sent:]:
@@ -104,10 +100,6 @@ def run_stage(stage: str, script: Path, *arguments: str) -> None:
         )
 
 
-def _no_bash(script: Path, error: OSError) -> LaunchError:
-    return LaunchError(f"bash {script} cannot be started: {error.strerror}")
-
-
 def write_submission(folder: Path, submission: Submission) -> None:
     """Writes job.toml to a run folder; the time defaults to now.
 
@@ -118,14 +110,10 @@ def write_submission(folder: Path, submission: Submission) -> None:
     record = submission.model_dump() | {"submitted": submission.submitted or now}
     path = folder / RECORD
     new = path.with_suffix(f".{os.getpid()}.new")
-    try:
+    with explain_failure(f"{path} cannot be written", "launch in a writable folder"):
         folder.mkdir(parents=True, exist_ok=True)
         new.write_text(tomli_w.dumps(record), encoding="utf-8")
         new.replace(path)
-    except OSError as error:
-        raise MachineError(
-            f"{path} cannot be written: {error.strerror}", "launch in a writable folder"
-        ) from None
 
 
 def read_submission(folder: Path) -> Submission | None:

@@ -21,7 +21,7 @@ from contextlib import contextmanager
 from datetime import UTC, datetime
 from pathlib import Path
 
-from trainyard.errors import LaunchError, MachineError
+from trainyard.errors import LaunchError, explain_failure
 from trainyard.files import parse_json
 
 logger = logging.getLogger("trainyard")
@@ -47,15 +47,11 @@ def hold(folder: Path, wait_seconds: float = WAIT_SECONDS) -> Iterator[list[int]
         MachineError: the folder cannot be written.
     """
     path = folder / "lock"
-    try:
+    hint = "start in a writable folder with free disk space"
+    with explain_failure(f"{path} cannot be written", hint):
         folder.mkdir(parents=True, exist_ok=True)
         file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
         itself = os.open(folder, os.O_RDONLY | os.O_CLOEXEC)
-    except OSError as error:
-        raise MachineError(
-            f"{path} cannot be written: {error.strerror}",
-            "start in a writable folder with free disk space",
-        ) from error
     try:
         _lock(file, itself, folder, wait_seconds)
         yield [file, itself]
@@ -108,13 +104,9 @@ def _lock(file: int, itself: int, folder: Path, wait_seconds: float) -> None:
             break
     now = datetime.now(UTC).strftime("%Y-%m-%d %H:%M:%S UTC")
     holder = {"host": socket.gethostname(), "pid": os.getpid(), "since": now}
-    try:
+    with explain_failure(f"{folder / 'lock'} cannot be written", "free some space"):
         os.ftruncate(file, 0)
         os.pwrite(file, json.dumps(holder).encode(), 0)
-    except OSError as error:
-        raise MachineError(
-            f"{folder / 'lock'} cannot be written: {error.strerror}", "free some space"
-        ) from error
 
 
 def _lock_folder(itself: int) -> None:

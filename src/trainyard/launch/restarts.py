@@ -24,7 +24,7 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
-from trainyard.errors import EXIT_HOLD, GuardError, MachineError
+from trainyard.errors import EXIT_HOLD, GuardError, explain_failure
 
 logger = logging.getLogger("trainyard")
 
@@ -98,14 +98,12 @@ class Restarts:
             return _Record()
 
     def _write(self, record: _Record) -> None:
-        try:
+        with explain_failure(f"{self._path} cannot be written"):
             self._path.parent.mkdir(parents=True, exist_ok=True)
             # Parents of several ranks may do this at once.
             new = self._path.with_suffix(f".{socket.gethostname()}.{os.getpid()}")
             new.write_text(json.dumps(asdict(record)) + "\n", encoding="utf-8")
             new.replace(self._path)
-        except OSError as error:
-            raise MachineError(f"{self._path} cannot be written: {error.strerror}") from error
 
 
 def note_refusal(folder: Path, start: str | None, exit_code: int) -> None:

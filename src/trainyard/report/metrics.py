@@ -15,7 +15,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from trainyard.errors import DataError
+from trainyard.errors import DataError, explain_failure
 from trainyard.files import open_file, parse_json
 from trainyard.report.history import COLUMNS, History, Line, RunMetrics, is_finite
 
@@ -60,26 +60,22 @@ class MetricsFile:
         Raises:
             DataError: the file is missing.
         """
-        try:
-            with open_file(self._path) as file:
-                beginning = file.read(BEGINNING_BYTES)
-                if file.seek(0, 2) < self._offset or not beginning.startswith(self._beginning):
-                    self._begin()  # the file was replaced
-                self._beginning = beginning[: beginning.rfind(b"\n") + 1]
-                file.seek(self._offset)
-                while (raw := file.readline(LINE_LIMIT_BYTES)).endswith(b"\n") or (
-                    len(raw) == LINE_LIMIT_BYTES
-                ):
-                    self._offset += len(raw)
-                    self._n_lines += 1
-                    line = self._parse(raw)
-                    if line is not None:
-                        yield line
-        except OSError as error:
-            raise DataError(
-                f"cannot read {self._path}: {error.strerror}",
-                "a run folder has a metrics.jsonl once training has started",
-            ) from None
+        hint = "a run folder has a metrics.jsonl once training has started"
+        failed = explain_failure(f"cannot read {self._path}", hint, DataError)
+        with failed, open_file(self._path) as file:
+            beginning = file.read(BEGINNING_BYTES)
+            if file.seek(0, 2) < self._offset or not beginning.startswith(self._beginning):
+                self._begin()  # the file was replaced
+            self._beginning = beginning[: beginning.rfind(b"\n") + 1]
+            file.seek(self._offset)
+            while (raw := file.readline(LINE_LIMIT_BYTES)).endswith(b"\n") or (
+                len(raw) == LINE_LIMIT_BYTES
+            ):
+                self._offset += len(raw)
+                self._n_lines += 1
+                line = self._parse(raw)
+                if line is not None:
+                    yield line
 
     def metrics(self) -> RunMetrics:
         """Returns the metrics of the lines so far.

@@ -15,7 +15,7 @@ from pathlib import Path
 
 from trainyard import errors
 from trainyard.architecture import describe_parts
-from trainyard.errors import MachineError
+from trainyard.errors import explain_failure
 from trainyard.files import publish_text
 from trainyard.report.charts import (
     MARKS_LIMIT,
@@ -178,14 +178,10 @@ def build_curves(reported: ReportedRun, baselines: Mapping[str, float]) -> RunCu
 def _save_charts(folder: Path, charts: list[Chart]) -> None:
     from trainyard.report.pictures import save_png  # the page needs no matplotlib
 
-    try:
+    with explain_failure(f"cannot write plots to {folder}", "pass a writable folder to --png"):
         folder.mkdir(parents=True, exist_ok=True)
         for chart in charts:
             save_png(chart, folder)
-    except OSError as error:
-        raise MachineError(
-            f"cannot write plots to {folder}: {error.strerror}", "pass a writable folder to --png"
-        ) from None
 
 
 def _render_heading(reported: ReportedRun, *, alone: bool) -> str:

@@ -11,7 +11,7 @@ from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 
 from trainyard.config.run import Run
-from trainyard.errors import MachineError
+from trainyard.errors import explain_failure
 from trainyard.planning.hardware import GIB
 from trainyard.planning.memory import RankMemory
 from trainyard.planning.resolve import Plan
@@ -89,15 +89,8 @@ def save_picture(figure: Figure, path: Path) -> None:
     kind = path.suffix.removeprefix(".").lower()
     FigureCanvasAgg(figure)
     metadata = {"Date": None} if kind == "svg" else None
-    try:
-        with drawing_style():
-            figure.savefig(
-                path, format=kind, dpi=DOTS_PER_INCH, facecolor="white", metadata=metadata
-            )
-    except OSError as error:
-        raise MachineError(
-            f"cannot write {path}: {error.strerror}", "use another file: --picture"
-        ) from error
+    with explain_failure(f"cannot write {path}", "use another file: --picture"), drawing_style():
+        figure.savefig(path, format=kind, dpi=DOTS_PER_INCH, facecolor="white", metadata=metadata)
 
 
 def _draw_memory(axes: Any, memories: Sequence[RankMemory], usable_bytes: int | None) -> None:
