@@ -13,12 +13,11 @@ import typer
 
 from trainyard.cli.flop_formula import FlopFormulaOption, with_formula
 from trainyard.cli.names import Overrides, Ranks, RunFile
-from trainyard.errors import LaunchError
-from trainyard.launch.environment import Process, read_process
+from trainyard.launch.environment import read_process
 
 if TYPE_CHECKING:
     from trainyard.bench.record import Record
-    from trainyard.bench.rounds import BenchOptions, BenchResult, BenchRun
+    from trainyard.bench.rounds import BenchResult, BenchRun
     from trainyard.config.run import Run
 
 RECORDS_FOLDER = Path("runs/bench")
@@ -89,7 +88,7 @@ def bench(
     from trainyard.bench.guide_tables import FORMULA, TGS_STEPS, refuse_table
     from trainyard.bench.job import TIMED_STEPS, describe_data, parse_steps, prepare_run
     from trainyard.bench.record import build_record
-    from trainyard.bench.rounds import BenchOptions
+    from trainyard.bench.rounds import BenchOptions, run_rounds
     from trainyard.config.load import load_run
     from trainyard.data.patterns import find_token_files
     from trainyard.planning.resolve import resolve
@@ -103,11 +102,7 @@ def bench(
         return
     counted = parse_steps(steps or (TGS_STEPS if table == "tgs" else str(TIMED_STEPS)), warm_up)
     process = read_process()
-    if ranks is not None and process.n_ranks > 1:
-        raise LaunchError(
-            f"--ranks {ranks}: a launcher has already started {process.n_ranks} ranks",
-            "omit --ranks, or the launcher",
-        )
+    process.refuse_option(f"--ranks {ranks}", ranks)
     run = find_token_files(load_run(run_file, overrides).run)
     if process.n_ranks > 1:
         ranks = process.n_ranks
@@ -122,7 +117,7 @@ def bench(
         folder = Path(name)
         prepared = prepare_run(run, counted, folder)
         candidates = _list_candidates(prepared, compare, against, plan.n_ranks)
-        outcomes = _time(candidates, order, process, folder)
+        outcomes = run_rounds(candidates, order, process, folder)
         if process.rank == 0:
             if output is None:
                 stamp = time.strftime("%Y-%m-%d-%H%M%S")
@@ -181,14 +176,6 @@ def _list_candidates(
         refuse_baseline(against, run, n_ranks)
         candidates.append(BenchRun(against, baseline_run(against, run), against))
     return candidates
-
-
-def _time(
-    candidates: list[BenchRun], order: BenchOptions, process: Process, folder: Path
-) -> list[BenchResult]:
-    from trainyard.bench.rounds import run_rounds
-
-    return run_rounds(candidates, order, process, folder)
 
 
 def _write(record: Record, outcomes: list[BenchResult], output: Path) -> None:

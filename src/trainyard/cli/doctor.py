@@ -90,11 +90,7 @@ def doctor(
 def _refuse_counts(
     process: Process, ranks: int | None, nodes: int | None, cluster: str | None
 ) -> None:
-    if ranks is not None and process.n_ranks > 1:
-        raise LaunchError(
-            f"--ranks {ranks}: a launcher has already started {process.n_ranks} ranks",
-            "omit --ranks, or the launcher",
-        )
+    process.refuse_option(f"--ranks {ranks}", ranks)
     if nodes is not None and nodes > 1 and process.is_on_one_machine:
         raise LaunchError(
             f"--nodes {nodes}: this command runs on one machine",

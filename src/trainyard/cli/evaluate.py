@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from trainyard.cli.names import Trained, find_trained
-from trainyard.errors import DataError, LaunchError
+from trainyard.errors import DataError
 from trainyard.extras import require
 from trainyard.files import publish_text
 from trainyard.launch.environment import Process, read_process
@@ -148,11 +148,7 @@ def _start_ranks(n_ranks: int, process: Process, words: list[str]) -> None:
     """Runs this verb once per rank."""
     from trainyard.launch.local import run_ranks
 
-    if process.n_ranks > 1:
-        raise LaunchError(
-            f"--ranks: a launcher has already started {process.n_ranks} ranks",
-            "omit --ranks, or the launcher",
-        )
+    process.refuse_option("--ranks", n_ranks)
     require("torch")
     with tempfile.TemporaryDirectory(prefix="trainyard-") as logs:
         command = [sys.executable, "-P", "-m", "trainyard.cli", "evaluate", *words]

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from trainyard.cli.names import Overrides, RunFile, complete_cluster
+from trainyard.cli.names import CLUSTER, Overrides, RunFile
 from trainyard.errors import DataError, MachineError
 
 if TYPE_CHECKING:
@@ -20,13 +20,7 @@ if TYPE_CHECKING:
 def launch(
     run_file: RunFile,
     overrides: Overrides = None,
-    cluster: Annotated[
-        str,
-        typer.Option(
-            help="A cluster name, or your own cluster file: mine.toml.",
-            autocompletion=complete_cluster,
-        ),
-    ] = "local",
+    cluster: Annotated[str, CLUSTER] = "local",
     nodes: Annotated[
         int | None, typer.Option(min=1, help="Number of nodes. Default: 1; with --here all.")
     ] = None,

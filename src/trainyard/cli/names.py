@@ -153,6 +153,10 @@ def _paths(incomplete: str, ending: str) -> list[str]:
     ]
 
 
+CLUSTER = typer.Option(
+    help="A cluster name, such as lumi, or your own cluster file: mine.toml.",
+    autocompletion=complete_cluster,
+)
 RunFile = Annotated[
     str,
     typer.Argument(
@@ -163,6 +167,13 @@ RunFile = Annotated[
 Overrides = Annotated[
     list[str] | None,
     typer.Argument(help="Overrides: section.field=value ...", autocompletion=complete_override),
+]
+Gpu = Annotated[
+    str | None,
+    typer.Option(
+        help="A device name, such as h100-80g; with --cluster: in its nodes.",
+        autocompletion=complete_device,
+    ),
 ]
 Ranks = Annotated[
     int | None,

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from trainyard.cli.names import complete_cluster, complete_device
+from trainyard.cli.names import CLUSTER, Gpu
 from trainyard.errors import ConfigError, DataError
 
 if TYPE_CHECKING:
@@ -34,15 +34,9 @@ def new(
             help="gpt2 or a tokenizer folder. Default: the one beside the token files, if any."
         ),
     ] = "",
-    cluster: Annotated[
-        str | None,
-        typer.Option(help="A cluster name, such as lumi.", autocompletion=complete_cluster),
-    ] = None,
+    cluster: Annotated[str | None, CLUSTER] = None,
     nodes: Annotated[int | None, typer.Option(min=1, help="With --cluster: its nodes.")] = None,
-    gpu: Annotated[
-        str | None,
-        typer.Option(help="A device name, such as h100-80g.", autocompletion=complete_device),
-    ] = None,
+    gpu: Gpu = None,
     gpus: Annotated[int | None, typer.Option(min=1, help="Number of devices. Default: 1.")] = None,
 ) -> None:
     """Write a commented run file for data, machine and time.

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from trainyard.cli.flop_formula import FlopFormulaOption, with_formula
-from trainyard.cli.names import Overrides, RunFile, complete_cluster, complete_device
+from trainyard.cli.names import CLUSTER, Gpu, Overrides, RunFile
 from trainyard.errors import ConfigError, MachineError
 
 if TYPE_CHECKING:
@@ -21,21 +21,9 @@ PICTURES = (".png", ".svg")
 def plan(
     run_file: RunFile,
     overrides: Overrides = None,
-    cluster: Annotated[
-        str | None,
-        typer.Option(
-            help="A cluster name: polaris, lumi, azure-ndv5, local.",
-            autocompletion=complete_cluster,
-        ),
-    ] = None,
+    cluster: Annotated[str | None, CLUSTER] = None,
     nodes: Annotated[int | None, typer.Option(min=1, help="Number of nodes.")] = None,
-    gpu: Annotated[
-        str | None,
-        typer.Option(
-            help="A device name, such as h100-80g; with --cluster: in its nodes.",
-            autocompletion=complete_device,
-        ),
-    ] = None,
+    gpu: Gpu = None,
     gpus: Annotated[
         int | None,
         typer.Option(min=1, help="Number of devices. Default: the fewest the layout needs."),

@@ -91,11 +91,7 @@ def train(
         )
     process = read_process()
     for option, value in (("--ranks", ranks), ("--minutes", minutes), ("--overwrite", overwrite)):
-        if value and process.n_ranks > 1:
-            raise LaunchError(
-                f"{option}: a launcher has already started {process.n_ranks} ranks",
-                f"omit {option}, or the launcher",
-            )
+        process.refuse_option(option, value)
     with leave_when_told():
         run, plan = _load_run(run_file, overrides, process, ranks)
         from trainyard.data.patterns import find_token_files

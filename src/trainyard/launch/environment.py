@@ -83,6 +83,14 @@ class Process:
         """Whether all ranks are on this machine."""
         return self.n_local_ranks == self.n_ranks
 
+    def refuse_option(self, option: str, value: object) -> None:
+        """Raises a LaunchError for an option with a value if a launcher has started the ranks."""
+        if value and self.n_ranks > 1:
+            raise LaunchError(
+                f"{option}: a launcher has already started {self.n_ranks} ranks",
+                f"omit {option.split()[0]}, or the launcher",
+            )
+
 
 @dataclass(frozen=True)
 class _Names:
