@@ -9,7 +9,6 @@ from pathlib import Path
 import pytest
 
 from trainyard.doctor.environment import (
-    bound_to,
     check_binding,
     check_devices,
     check_limits,
@@ -20,7 +19,7 @@ from trainyard.doctor.environment import (
 )
 from trainyard.doctor.network import SETTINGS, describe_network, find_wrong_interface
 from trainyard.doctor.verdict import PASS, REPLACE, WARN
-from trainyard.launch.environment import Process, read_variables
+from trainyard.launch.environment import Process, bound_to, read_variables
 
 INTERFACES = ["lo", "eth0", "hsn0", "hsn1"]
 

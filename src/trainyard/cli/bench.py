@@ -13,6 +13,7 @@ import typer
 
 from trainyard.cli.flop_formula import FlopFormulaOption, with_formula
 from trainyard.cli.names import Overrides, Ranks, RunFile
+from trainyard.errors import ConfigError, explain_failure
 from trainyard.launch.environment import read_process
 
 if TYPE_CHECKING:
@@ -156,7 +157,6 @@ def _list_candidates(
     from trainyard.bench.rounds import BenchRun
     from trainyard.config.load import build_run
     from trainyard.config.precisions import FORMATS
-    from trainyard.errors import ConfigError
     from trainyard.training.run_folder import refuse_what_is_not_built
 
     kinds: list[str] = [run.precision.kind] if compare is None else compare.split(",")
@@ -180,10 +180,8 @@ def _list_candidates(
 
 def _write(record: Record, outcomes: list[BenchResult], output: Path) -> None:
     """Writes the record, and traces beside it."""
-    from trainyard.errors import MachineError
-
     written = [output]
-    try:
+    with explain_failure(f"cannot write {output}", "choose another file with --output"):
         output.parent.mkdir(parents=True, exist_ok=True)
         output.write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")
         for outcome in outcomes:
@@ -191,9 +189,5 @@ def _write(record: Record, outcomes: list[BenchResult], output: Path) -> None:
                 beside = output.with_name(f"{output.stem}-{outcome.candidate.name}-{path.name}")
                 shutil.move(path, beside)
                 written.append(beside)
-    except OSError as error:
-        raise MachineError(
-            f"cannot write {output}: {error}", "choose another file with --output"
-        ) from error
     for path in written:
         typer.echo(f"wrote {path}", err=True)

@@ -24,7 +24,7 @@ from pathlib import Path
 import typer
 
 from trainyard import __version__
-from trainyard.errors import ConfigError, MachineError
+from trainyard.errors import ConfigError, explain_failure
 from trainyard.extras import require
 
 FOLDER = Path("runs/demo")
@@ -57,10 +57,8 @@ def demo() -> None:
         f"It takes about {MINUTES + 0.7:.0f} minutes on two idle cores, longer on a busy machine; "
         f"all files go to {FOLDER}."
     )
-    try:
+    with explain_failure(f"cannot write to {FOLDER}", "make it writable"):
         _begin()
-    except OSError as error:
-        raise MachineError(f"cannot write to {FOLDER}: {error}", "make it writable") from error
     try:
         held_out = _write_corpus(FOLDER / "corpus")
         _prepare_tokens()

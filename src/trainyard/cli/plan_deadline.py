@@ -16,6 +16,7 @@ from trainyard.cli.plan_search import describe_candidate
 from trainyard.config import rules
 from trainyard.config.load import LoadedRun, field_value, preset_names
 from trainyard.errors import ConfigError, MachineError
+from trainyard.log import print_lines
 from trainyard.planning.deadline import (
     CHANGED_FIELDS,
     Trainer,
@@ -69,10 +70,7 @@ def print_deadline(
     if as_json:
         typer.echo(json.dumps([_as_json(row, loaded) for row in rows], indent=2))
     else:
-        from trainyard.log import print_lines
-
-        text = _render(loaded, trainer, rows, deadline)
-        print_lines(text)
+        print_lines(_render(loaded, trainer, rows, deadline))
 
 
 def _nothing_makes_it(

@@ -17,6 +17,7 @@ from trainyard.config.load import load_run
 from trainyard.config.run import Run
 from trainyard.errors import ConfigError, MachineError
 from trainyard.files import publish_text
+from trainyard.log import print_lines
 from trainyard.planning.hardware import Machine
 from trainyard.planning.layout_check import describe_layout
 from trainyard.planning.remedies import fewest_devices
@@ -102,10 +103,7 @@ def print_search(
     if as_json:
         typer.echo(json.dumps(search_as_json(run, found), indent=2))
     else:
-        from trainyard.log import print_lines
-
-        text = render_search(run, machine, found)
-        print_lines(text)
+        print_lines(render_search(run, machine, found))
     if n_measured is not None:
         typer.echo(keep_winner(found, run, source), err=as_json)
 

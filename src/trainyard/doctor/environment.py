@@ -19,7 +19,7 @@ from importlib import metadata
 from pathlib import Path
 
 from trainyard.doctor.verdict import PASS, REPLACE, WARN, Finding
-from trainyard.launch.environment import Process, read_versions
+from trainyard.launch.environment import Process, bound_to, read_versions
 from trainyard.units import format_bytes
 
 Facts = dict[str, dict[str, str]]
@@ -147,13 +147,6 @@ def check_devices(
     return found
 
 
-def bound_to() -> set[int]:
-    """Returns the CPUs this process may use."""
-    if hasattr(os, "sched_getaffinity"):  # not on macOS
-        return os.sched_getaffinity(0)
-    return set(range(os.cpu_count() or 1))
-
-
 def parse_cpus(text: str) -> set[int]:
     """Parses a CPU list in Linux format: "0-3,8" is 0, 1, 2, 3 and 8."""
     cpus: set[int] = set()
@@ -176,7 +169,7 @@ def format_cpus(cpus: Iterable[int]) -> str:
 
 def cpus_near(bus_id: str) -> str | None:
     """Returns the CPUs next to a device, by its PCI address such as "0000:c1:00.0"."""
-    return _read(SYSTEM / "bus/pci/devices" / bus_id / "local_cpulist")
+    return read(SYSTEM / "bus/pci/devices" / bus_id / "local_cpulist")
 
 
 def bus_id_of(index: int) -> str | None:
@@ -215,7 +208,7 @@ def _describe_devices() -> dict[str, str]:
         text = f"{properties.name}, {format_bytes(properties.total_memory)}"
         bus_id = bus_id_of(index)
         if bus_id is not None:
-            numa = _read(SYSTEM / "bus/pci/devices" / bus_id / "numa_node")
+            numa = read(SYSTEM / "bus/pci/devices" / bus_id / "numa_node")
             near = cpus_near(bus_id)
             text += f", {bus_id}" + (f", NUMA node {numa}" if numa not in (None, "-1") else "")
             text += f", next to processors {near}" if near else ""
@@ -228,7 +221,7 @@ def _describe_processor(process: Process) -> dict[str, str]:
     facts["load"] = f"{os.getloadavg()[0]:.1f} in the last minute"
     facts["bound to"] = f"{format_cpus(bound_to())} (local rank {process.local_rank})"
     for node in sorted((SYSTEM / "devices/system/node").glob("node[0-9]*")):
-        cpus = _read(node / "cpulist")
+        cpus = read(node / "cpulist")
         if cpus:
             facts[f"NUMA {node.name}"] = cpus
     quota = _control_group("cpu.max")
@@ -240,7 +233,7 @@ def _describe_processor(process: Process) -> dict[str, str]:
 
 def _describe_memory() -> dict[str, str]:
     facts = {}
-    for line in (_read(PROCESSES / "meminfo") or "").splitlines():
+    for line in (read(PROCESSES / "meminfo") or "").splitlines():
         name, _, value = line.partition(":")
         if name in ("MemTotal", "MemAvailable"):
             facts[name.removeprefix("Mem").lower()] = format_bytes(1024 * int(value.split()[0]))
@@ -272,14 +265,14 @@ def _describe_limits() -> dict[str, str]:
 
 def _driver_versions() -> dict[str, str]:
     # NVIDIA's first line ends in the version and the build date.
-    texts = {name: _read(path) for name, path in DRIVERS.items()}
+    texts = {name: read(path) for name, path in DRIVERS.items()}
     return {name: text.splitlines()[0] for name, text in texts.items() if text}
 
 
 def _control_group(name: str) -> str | None:
     """Reads a limit of this process's cgroup (v2)."""
-    own = (_read(PROCESSES / "self/cgroup") or "").rpartition("::")[2].strip("/\n")
-    return _read(SYSTEM / "fs/cgroup" / own / name)
+    own = (read(PROCESSES / "self/cgroup") or "").rpartition("::")[2].strip("/\n")
+    return read(SYSTEM / "fs/cgroup" / own / name)
 
 
 def _version_of(package: str) -> str:
@@ -289,7 +282,8 @@ def _version_of(package: str) -> str:
         return "not installed"
 
 
-def _read(path: Path) -> str | None:
+def read(path: Path) -> str | None:
+    """Reads a file of the kernel; None if it cannot be read."""
     try:
         return path.read_text(encoding="utf-8", errors="replace").strip()
     except OSError:

@@ -14,6 +14,8 @@ import struct
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from trainyard.doctor.environment import read
+
 GLOO, NCCL = "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"
 SETTINGS = re.compile(
     r"(NCCL|RCCL|GLOO|FI|CXI|UCX|HSA|MASTER|OMP)_\w+|(CUDA|ROCR|HIP)_VISIBLE_DEVICES"
@@ -28,15 +30,15 @@ def describe_network() -> dict[str, str]:
     """Describes each interface (state, address, speed) and each RDMA device."""
     facts = {}
     for name in interface_names():
-        state = _read(NETWORKS / name / "operstate")
-        speed = _read(NETWORKS / name / "speed")
+        state = read(NETWORKS / name / "operstate") or ""
+        speed = read(NETWORKS / name / "speed") or ""
         parts = [state, _address_of(name)]
         if speed.isdigit():
             parts.append(f"{int(speed) / 1000:g} Gb/s")
         facts[name] = ", ".join(filter(None, parts)) or "unknown"
     for device in rdma_devices():
         ports = sorted(device.glob("ports/*"))
-        texts = [f"{_read(port / 'state')}, {_read(port / 'rate')}" for port in ports]
+        texts = [f"{read(port / 'state') or ''}, {read(port / 'rate') or ''}" for port in ports]
         facts[device.name] = "; ".join(texts) or "there"
     return facts
 
@@ -92,10 +94,3 @@ def _address_of(name: str) -> str:
         except OSError:
             return ""
     return socket.inet_ntoa(answer[20:24])
-
-
-def _read(path: Path) -> str:
-    try:
-        return path.read_text(encoding="utf-8", errors="replace").strip()
-    except OSError:
-        return ""

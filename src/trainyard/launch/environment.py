@@ -234,6 +234,13 @@ def refuse_missing_devices(n_seen: int, environment: Mapping[str, str] = os.envi
         )
 
 
+def bound_to() -> set[int]:
+    """Returns the CPUs this process may use."""
+    if hasattr(os, "sched_getaffinity"):  # not on macOS
+        return os.sched_getaffinity(0)
+    return set(range(os.cpu_count() or 1))
+
+
 def let_idle_threads_sleep() -> None:
     """Keeps OpenMP's threads from spinning while they wait; call it before torch is imported.
 

@@ -3,9 +3,9 @@
     run_ranks(4, [sys.executable, "-m", "trainyard.training.layout_check", FOLDER, "fp64"], logs)
 
 The rendezvous of the ranks is a file, so no port is open. Rank 0 writes to this process's output,
-the others to `logs/rank-00003.log`. SIGINT, SIGTERM and SIGHUP are forwarded to
-all. If a rank dies, this
-process ends the others, which would wait for it forever, and names the one that died first.
+the others to `logs/rank-00003.log`. SIGINT, SIGTERM and SIGHUP are forwarded to all. If a rank
+dies, this process ends the others, which would wait for it forever, and names the one that died
+first.
 
 If this process is killed (SIGKILL), it cannot end its workers. So every worker has the reading end
 of a pipe whose writing end only this process holds: when it dies, the pipe reaches its end, and
@@ -29,7 +29,7 @@ from pathlib import Path
 from types import FrameType
 
 from trainyard.errors import EXIT_HOLD, EXIT_REQUEUE, MachineError
-from trainyard.launch.environment import Process, rank_environment
+from trainyard.launch.environment import Process, bound_to, rank_environment
 from trainyard.launch.heartbeat import HeartbeatReader, HeartbeatState
 from trainyard.launch.signals import STOP, handle_signals
 
@@ -193,7 +193,7 @@ def start_worker(
             stdin=subprocess.DEVNULL,
             stdout=output,
             stderr=output,
-            env=rank_environment(process, max(1, _count_cores() // process.n_ranks)),
+            env=rank_environment(process, max(1, len(bound_to()) // process.n_ranks)),
             pass_fds=descriptors,
             # Else Ctrl-C on a terminal reaches it twice, and the second means "at once".
             process_group=0,
@@ -255,14 +255,11 @@ def describe_death(worker: Worker) -> MachineError:
         hint = "SIGKILL is most often this machine out of memory: train with fewer ranks, or a "
         hint += "smaller train.micro_batch_size"
     elif code == -signal.SIGBUS:
-        hint = (
-            "SIGBUS is most often a file that was cut short while it was read, such as token files "
-        )
-        hint += "under rsync --inplace, or a full /dev/shm; stacks are in the rank's output"
+        hint = "SIGBUS is most often a file that was cut short while it was read, such as token "
+        hint += "files under rsync --inplace, or a full /dev/shm; stacks are in the rank's output"
     elif -code in STOP:
-        hint = (
-            "while training the first of these signals saves; before that, and the second, ends all"
-        )
+        hint = "while training the first of these signals saves; before that, "
+        hint += "and the second, ends all"
     error = MachineError(problem, hint)
     error.exit_code = 2 if code == 2 or -code in (signal.SIGKILL, *STOP) else 1
     return error
@@ -281,12 +278,6 @@ def _severity(code: int) -> int:
         return 0
     # NCCL aborts ranks that lose another.
     return {-signal.SIGABRT: 2, 2: 3, EXIT_HOLD: 4, EXIT_REQUEUE: 5}.get(code, 1)
-
-
-def _count_cores() -> int:
-    if hasattr(os, "sched_getaffinity"):  # not on macOS
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1
 
 
 def _read_end(log: Path, start: int) -> str:

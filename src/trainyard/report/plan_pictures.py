@@ -184,16 +184,12 @@ def _number_ranks(axes: Any, n_ranks: int) -> None:
 def _add_legend(axes: Any) -> None:
     handles, labels = axes.get_legend_handles_labels()
     boxes = [
-        Patch(facecolor=_colour_of(handle)) if hasattr(handle, "patches") else handle
-        for handle in handles
+        Patch(facecolor=each.patches[0].get_facecolor()) if hasattr(each, "patches") else each
+        for each in handles
     ]
     axes.legend(
         boxes, labels, loc="upper left", bbox_to_anchor=(1.0, 1.0), fontsize=7.5, borderaxespad=0.3
     )
-
-
-def _colour_of(bars: Any) -> Any:
-    return bars.patches[0].get_facecolor()
 
 
 def _seconds(seconds: float) -> str:

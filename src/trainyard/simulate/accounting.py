@@ -85,7 +85,7 @@ class Accounting(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._initial: dict[int, tuple[int, str]] = {}
         self._changes: list[tuple[int, int, str]] = []
         self._peak_change = 0
-        self._peak_moment = ""
+        self.peak_moment = ""
 
     def start_over(self) -> None:
         """Resets counts and peak, but keeps live memory."""
@@ -95,18 +95,13 @@ class Accounting(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._changes.clear()
         self._initial = {key: (size, self._labels[key]) for key, size in self._sizes.items()}
         self.peak_bytes, self._peak_change = self.live_bytes, 0
-        self._peak_moment = self.moment
+        self.peak_moment = self.moment
 
     def name(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
         """Names live memory, for `largest_at_peak`."""
         for name, tensor in tensors:
             self._enter_tensor(tensor, name)
             self._labels[_local(tensor).untyped_storage()._cdata] = name
-
-    @property
-    def peak_moment(self) -> str:
-        """The moment of peak memory."""
-        return self._peak_moment
 
     def live_at_peak(self) -> Counter[str]:
         """Sums live memory at the peak by name; unnamed memory is under its operation."""
@@ -180,7 +175,7 @@ class Accounting(TorchDispatchMode):  # type: ignore[no-untyped-call]
             del self._sizes[key], self._references[key], self._labels[key]
         if self.live_bytes > self.peak_bytes:
             self.peak_bytes, self._peak_change = self.live_bytes, len(self._changes)
-            self._peak_moment = self.moment
+            self.peak_moment = self.moment
 
     def resized(self, storage: torch.UntypedStorage) -> None:
         """Records the new size of a known storage."""

@@ -158,7 +158,7 @@ class Outputs:
 
     def write(self, kind: str, values: dict[str, Any]) -> None:
         """Writes one object to every output; numbers that are not finite become null."""
-        finite = {k: v for k, v in values.items() if not _is_not_finite(v)}
+        finite = {k: v for k, v in values.items() if not isinstance(v, float) or math.isfinite(v)}
         record = {"kind": kind, "time": time.time(), **dict.fromkeys(values), **finite}
         self._lines.add(json.dumps(record) + "\n")
         group = "test" if values.get("split") == "test" else kind
@@ -286,10 +286,6 @@ def peak_memory_bytes(device: torch.device) -> int:
     # Linux counts in KiB, macOS in bytes.
     unit = 1 if sys.platform == "darwin" else 1024
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
-
-
-def _is_not_finite(value: Any) -> bool:
-    return isinstance(value, float) and not math.isfinite(value)
 
 
 def _start_tensorboard(folder: Path, run: Run) -> SummaryWriter:
