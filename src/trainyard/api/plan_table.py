@@ -257,21 +257,17 @@ def _whole_run(report: Report) -> Iterator[tuple[str, str]]:
     for saving in cost.savings:
         yield (
             "",
-            (
-                f"  {saving.storage_bytes_per_second / 1e9:g} GB/s: written in "
-                f"{format_seconds(saving.write_seconds)}, training stalls for "
-                f"{format_seconds(saving.stall_seconds)}"
-            ),
+            f"  {saving.storage_bytes_per_second / 1e9:g} GB/s: written in "
+            f"{format_seconds(saving.write_seconds)}, training stalls for "
+            f"{format_seconds(saving.stall_seconds)}",
         )
     worst, best = cost.useful_shares
     yield (
         "failures",
-        (
-            f"one in {format_seconds(cost.seconds_between_failures)}, saves every "
-            f"{format_seconds(cost.interval_seconds)}: {cost.useful_share:.1%} of the time is "
-            f"useful ({worst:.1%} to {best:.1%}); "
-            f"every {format_seconds(cost.savings[0].best_interval_seconds)} is optimal"
-        ),
+        f"one in {format_seconds(cost.seconds_between_failures)}, saves every "
+        f"{format_seconds(cost.interval_seconds)}: {cost.useful_share:.1%} of the time is "
+        f"useful ({worst:.1%} to {best:.1%}); "
+        f"every {format_seconds(cost.savings[0].best_interval_seconds)} is optimal",
     )
     if math.isinf(cost.seconds):
         yield "whole run", "never ends: failures undo more work than is done between them"
@@ -283,11 +279,9 @@ def _whole_run(report: Report) -> Iterator[tuple[str, str]]:
     price = "" if cost.price is None else f", {cost.price:,.0f} at the price given"
     yield (
         "whole run",
-        (
-            f"{format_seconds(cost.seconds)}{between}, {format_figure(cost.device_hours)} "
-            f"device-hours{price}; steps alone {format_seconds(cost.step_seconds)}, evaluation "
-            f"{format_seconds(cost.evaluation_seconds)}, {cost.n_failures:.1f} failures"
-        ),
+        f"{format_seconds(cost.seconds)}{between}, {format_figure(cost.device_hours)} "
+        f"device-hours{price}; steps alone {format_seconds(cost.step_seconds)}, evaluation "
+        f"{format_seconds(cost.evaluation_seconds)}, {cost.n_failures:.1f} failures",
     )
 
     share = cost.evaluation_seconds / cost.seconds

@@ -24,14 +24,8 @@ from trainyard.planning.batches import BatchSchedule
 from trainyard.training.run_folder import find_end_of_document
 from trainyard.units import Length
 
-JOB, RUN, RESULT, REFUSAL, TRACE, OPERATORS = (
-    "job.json",
-    "run.toml",
-    "result.json",
-    "refusal.json",
-    "trace.json",
-    "operators.txt",
-)
+JOB, RUN, RESULT, REFUSAL = "job.json", "run.toml", "result.json", "refusal.json"
+TRACE, OPERATORS = "trace.json", "operators.txt"
 WARM_UP_STEPS, TIMED_STEPS, SPLIT_STEPS, PROFILED_STEPS = 3, 10, 5, 2
 MOST_RANDOM_TOKENS = 4 * 2**20
 STEPS_HINT = "--steps 20 times twenty steps; --steps 5-10 times the fifth to the tenth"

@@ -30,7 +30,7 @@ from trainyard.launch.environment import Process, read_process, read_start
 from trainyard.launch.lock import hold
 from trainyard.launch.restarts import note_refusal
 from trainyard.launch.supervise import SupervisedJob, exit_code_below, supervise
-from trainyard.units import format_figure, format_seconds
+from trainyard.units import format_figure, format_number, format_seconds
 
 if TYPE_CHECKING:
     from trainyard.config.run import Run
@@ -199,8 +199,7 @@ def _refuse_missing_gpus(n_ranks: int) -> None:
     n_gpus = _count_gpus()
     if 0 < n_gpus < n_ranks:
         raise MachineError(
-            f"{n_ranks} ranks on this machine, where torch sees {n_gpus} GPU"
-            f"{'s' if n_gpus > 1 else ''}",
+            f"{n_ranks} ranks on this machine, where torch sees {format_number(n_gpus, 'GPU')}",
             f"--ranks {n_gpus}; or, to train on the CPU, hide GPUs with CUDA_VISIBLE_DEVICES=",
         )
 
