@@ -222,14 +222,8 @@ def _time(report: Report) -> Iterator[tuple[str, str]]:
     if time is None:
         return
     found = speeds(report)
-    samples, tokens, tflops = (
-        format_figure(found[rate], 4)
-        for rate in (
-            "samples_per_second",
-            "tokens_per_second_per_device",
-            "tflops_per_second_per_device",
-        )
-    )
+    rates = ("samples_per_second", "tokens_per_second_per_device", "tflops_per_second_per_device")
+    samples, tokens, tflops = (format_figure(found[rate], 4) for rate in rates)
     mfu = found["model_flops_utilization"]
     of_peak = f" (MFU {mfu:.1%})" if mfu is not None else ""
     between = ""

@@ -77,9 +77,8 @@ def _nothing_makes_it(
     name: str, trainer: Trainer, tried: TrainingEstimate, n_devices: int | None, deadline: str
 ) -> MachineError:
     on = describe_devices(trainer.machine, tried.n_devices)
-    takes = (
-        f"takes {format_seconds(tried.seconds)}" if math.isfinite(tried.seconds) else "does not fit"
-    )
+    fits = math.isfinite(tried.seconds)
+    takes = f"takes {format_seconds(tried.seconds)}" if fits else "does not fit"
     if n_devices is None:
         return MachineError(
             f"{name} does not train within {deadline}: on {on}, the most tried, it {takes}",

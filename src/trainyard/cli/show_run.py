@@ -48,10 +48,8 @@ def render_run_summary(loaded: LoadedRun, all_fields: bool = False) -> Text:
 
 def _facts(run: Run, plan: Plan) -> dict[str, str]:
     model, train = run.model, run.train
-    counts, other_parts = (
-        parameter_counts(model, plan.padded_vocabulary_size),
-        describe_parts(model),
-    )
+    counts = parameter_counts(model, plan.padded_vocabulary_size)
+    other_parts = describe_parts(model)
     parts = ", ".join(f"{part} {n:,}" for part, n in counts.items())
     batch_tokens = train.global_batch_size * model.sequence_length
     ramp = train.batch_ramp

@@ -16,10 +16,8 @@ def render(diagnosis: Diagnosis) -> str:
     """Renders facts of the first machine, results of checks, and measurements."""
     shape, machine = diagnosis.shape, diagnosis.machine
     against = f"compared with {machine.name}" if machine else "not compared: set --cluster"
-    ranks, machines = (
-        format_number(len(shape.hosts), "rank"),
-        format_number(shape.n_nodes, "machine"),
-    )
+    ranks = format_number(len(shape.hosts), "rank")
+    machines = format_number(shape.n_nodes, "machine")
     lines = [
         f"{ranks} on {machines}, {against}",
         *_facts(diagnosis),
