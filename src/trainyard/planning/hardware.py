@@ -1,11 +1,13 @@
-"""Datasheet figures of devices, by torch's name for them."""
+"""Datasheet figures of devices (`config/devices.toml`), and the shares of them that are reached."""
 
 from __future__ import annotations
 
 import os
 import re
-from collections.abc import Mapping
+import tomllib
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
+from importlib import resources
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
@@ -47,133 +49,27 @@ class Device:
         return self.peaks.get(FORMATS[kind].block_matmuls.name)
 
 
-def _peaks(**tflops: float) -> dict[str, float]:
-    return {kind: peak * TERA for kind, peak in tflops.items()}
-
-
-# fp32 is not TF32, which torch disables by default. All matmuls accumulate in fp32, as training
-# does: GeForce cards are twice as fast with fp16 accumulation.
-# PCIe and NVL cards are slower than the SXM modules listed; they match no pattern, so none is
-# compared with a peak it cannot reach.
-VOLTA = _peaks(fp32=15.7, fp16=125)
-AMPERE = _peaks(fp32=19.5, fp16=312, bf16=312)
-HOPPER = _peaks(fp32=67, fp16=989, bf16=989, fp8=1979)
-# Of a whole step: fitted on published ones (docs/planning-accuracy.md). Attention: FlashAttention-2
-# on an H100 (arXiv:2407.08608).
-HOPPER_SHARES = (0.80, 0.90, 0.35)
-PCIE_3, PCIE_4, PCIE_5 = 16 * GIGA, 32 * GIGA, 64 * GIGA
+PCIE_4 = 32 * GIGA
 """Bytes per second of a x16 slot, one direction."""
-# Shares of the peak: matmuls measured for stas00/ml-engineering (August 2026).
-DEVICES = (
-    # NVIDIA V100 datasheet (2018), SXM2.
-    Device("V100 16GB", r"V100-SXM\d-16GB", VOLTA, 16 * GIB, 0.90 * TERA, 150 * GIGA),
-    Device("V100 32GB", r"V100-SXM\d-32GB", VOLTA, 32 * GIB, 0.90 * TERA, 150 * GIGA),
-    # NVIDIA A100 datasheet (2021), SXM4.
-    Device("A100 40GB", r"A100-SXM4-40GB", AMPERE, 40 * GIB, 1.555 * TERA, 300 * GIGA, 0.87),
-    Device("A100 80GB", r"A100-SXM4-80GB", AMPERE, 80 * GIB, 2.04 * TERA, 300 * GIGA, 0.87),
-    # NVIDIA H100 datasheet (2023), SXM5; printed with sparsity there, halved here, as the next two.
-    Device(
-        *("H100", r"H100 80GB HBM3", HOPPER, 80 * GIB, 3.35 * TERA, 450 * GIGA),
-        *HOPPER_SHARES,
-        capability=(9, 0),
-    ),
-    # NVIDIA H200 datasheet (2024), SXM5.
-    Device(
-        *("H200", r"\bH200(?! NVL)", HOPPER, 141 * GIB, 4.8 * TERA, 450 * GIGA),
-        *HOPPER_SHARES,
-        capability=(9, 0),
-    ),
-    # NVIDIA HGX B200 datasheet (2025).
-    Device(
-        "B200",
-        r"\bB200",
-        _peaks(fp32=75, fp16=2250, bf16=2250, fp8=4500),
-        180 * GIB,
-        8.0 * TERA,
-        900 * GIGA,
-        *(0.78, *HOPPER_SHARES[1:]),
-        capability=(10, 0),
-    ),
-    # NVIDIA T4 datasheet (2019).
-    Device("T4", r"\bT4$", _peaks(fp32=8.1, fp16=65), 16 * GIB, 0.30 * TERA, PCIE_3),
-    # NVIDIA RTX A6000 datasheet (2021); printed with sparsity there, halved here, as the next two.
-    Device(
-        "RTX A6000",
-        r"RTX A6000$",
-        _peaks(fp32=38.7, fp16=154.8, bf16=154.8),
-        48 * GIB,
-        0.768 * TERA,
-        PCIE_4,
-    ),
-    # NVIDIA L4 datasheet (2023).
-    Device(
-        "L4",
-        r"\bL4$",
-        _peaks(fp32=30.3, fp16=121, bf16=121, fp8=242.5),
-        24 * GIB,
-        0.30 * TERA,
-        PCIE_4,
-    ),
-    # NVIDIA L40S datasheet (2023).
-    Device(
-        "L40S",
-        r"\bL40S$",
-        _peaks(fp32=91.6, fp16=362, bf16=362, fp8=733),
-        48 * GIB,
-        0.864 * TERA,
-        PCIE_4,
-    ),
-    # NVIDIA A10G datasheet for AWS (2022), without sparsity.
-    Device(
-        "A10G",
-        r"\bA10G$",
-        _peaks(fp32=35, fp16=70, bf16=70),
-        24 * GIB,
-        0.60 * TERA,
-        PCIE_4,
-    ),
-    # NVIDIA Ada GPU architecture (2023), appendix A.
-    Device(
-        "RTX 4090",
-        r"RTX 4090$",
-        _peaks(fp32=82.6, fp16=165.2, bf16=165.2, fp8=330.3),
-        24 * GIB,
-        1.008 * TERA,
-        PCIE_4,
-    ),
-    # NVIDIA RTX Blackwell GPU architecture (2025), appendix A.
-    Device(
-        "RTX 5090",
-        r"RTX 5090$",
-        _peaks(fp32=104.8, fp16=209.5, bf16=209.5, fp8=419),
-        32 * GIB,
-        1.792 * TERA,
-        PCIE_5,
-    ),
-    # AMD Instinct MI250X datasheet (2021), halved: torch sees each of its two dies as a device.
-    Device(
-        "MI250X GCD",
-        r"MI250X",
-        _peaks(fp32=47.9, fp16=191.5, bf16=191.5),
-        64 * GIB,
-        1.6 * TERA,
-        200 * GIGA,
-        0.51,
-        matmul_source="assumed: as an MI300X; published steps take 16 to 36 % longer",
-    ),
-    # AMD Instinct MI300X datasheet (2023).
-    Device(
-        "MI300X",
-        r"MI300X",
-        _peaks(fp32=163.4, fp16=1307, bf16=1307, fp8=2615),
-        192 * GIB,
-        5.3 * TERA,
-        448 * GIGA,
-        0.51,
-    ),
-    # A CPU's peak depends on its cores, clock and extensions.
-    Device("CPU", r"^cpu$", {}),
-)
+
+
+def _read_devices() -> Iterator[Device]:
+    path = resources.files("trainyard.config") / "devices.toml"
+    for name, figures in tomllib.loads(path.read_text(encoding="utf-8")).items():
+        capability = figures.pop("capability", None)
+        yield Device(
+            name,
+            peaks={kind: peak * TERA for kind, peak in figures.pop("peaks").items()},
+            memory_bytes=figures.pop("memory") * GIB,
+            memory_bytes_per_second=figures.pop("memory_bandwidth") * TERA,
+            link_bytes_per_second=figures.pop("link") * GIGA,
+            capability=capability and tuple(capability),
+            **figures,
+        )
+
+
+# A CPU's peak depends on its cores, clock and extensions.
+DEVICES = (*_read_devices(), Device("CPU", r"^cpu$", {}))
 
 
 @dataclass(frozen=True)
