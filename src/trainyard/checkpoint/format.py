@@ -57,7 +57,6 @@ from typing import Annotated, Final, Literal, Self
 from pydantic import (
     AliasChoices,
     BaseModel,
-    ConfigDict,
     Field,
     JsonValue,
     StringConstraints,
@@ -82,6 +81,7 @@ DTYPE_BYTES = {
     **{"int64": 8, "int32": 4, "int16": 2, "int8": 1, "uint8": 1, "bool": 1},
 }
 """Bytes of a value, by torch's name of its type."""
+GIVE_A_FOLDER = "give a run folder, or one of the step-... folders in its checkpoints/"
 OLDER_IS_KEPT = (
     "restore its files from a copy, or move the folder away to use the checkpoint before it"
 )
@@ -96,10 +96,8 @@ PlainName = Annotated[
 ]
 
 
-class _Part(BaseModel):
-    model_config = ConfigDict(
-        extra="forbid", frozen=True, strict=True, ser_json_inf_nan="constants"
-    )
+class _Part(BaseModel, extra="forbid", frozen=True, strict=True, ser_json_inf_nan="constants"):
+    """A part of a manifest."""
 
 
 class Chunk(_Part):
@@ -342,16 +340,11 @@ def regular_file_size(path: Path) -> int | None:
 
 def _read_bytes(path: Path) -> bytes:
     if not os.path.isdir(path.parent):  # noqa: PTH112  # False where it cannot be looked at
-        raise CheckpointError(
-            f"no checkpoint folder {path.parent}",
-            "give a run folder, or one of the step-... folders in its checkpoints/",
-        )
+        raise CheckpointError(f"no checkpoint folder {path.parent}", GIVE_A_FOLDER)
     size = regular_file_size(path)
     if size is None:
-        raise CheckpointError(
-            f"{path.parent} is not a checkpoint: it has no {MANIFEST}",
-            "give a run folder, or one of the step-... folders in its checkpoints/",
-        )
+        problem = f"{path.parent} is not a checkpoint: it has no {MANIFEST}"
+        raise CheckpointError(problem, GIVE_A_FOLDER)
     if size > MANIFEST_LIMIT_BYTES:
         raise CheckpointError(
             f"{path} has {format_bytes(size)}; no manifest is above "

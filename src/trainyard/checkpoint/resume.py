@@ -15,7 +15,14 @@ from pathlib import Path
 
 from pydantic import BaseModel
 
-from trainyard.checkpoint.format import MANIFEST, Manifest, list_checkpoints, read_manifest, step_of
+from trainyard.checkpoint.format import (
+    GIVE_A_FOLDER,
+    MANIFEST,
+    Manifest,
+    list_checkpoints,
+    read_manifest,
+    step_of,
+)
 from trainyard.config.run import Run
 from trainyard.errors import CheckpointError
 from trainyard.planning.resolve import learning_rate, resolve
@@ -253,8 +260,6 @@ def find_checkpoint(path: Path) -> Path:
     inner = path / "checkpoints"
     newest = newest_checkpoint(inner if inner.is_dir() else path)
     if newest is None:
-        raise CheckpointError(
-            f"no checkpoint in {path}" if path.is_dir() else f"no folder {path}",
-            "give a run folder, or one of the step-... folders in its checkpoints/",
-        )
+        problem = f"no checkpoint in {path}" if path.is_dir() else f"no folder {path}"
+        raise CheckpointError(problem, GIVE_A_FOLDER)
     return newest

@@ -28,7 +28,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, Field, ValidationError
 
-from trainyard.config.load import explain_problems, parse_toml
+from trainyard.config.load import explain_problems, merge_tables, parse_toml
 from trainyard.config.section import Section
 from trainyard.errors import ConfigError, MachineError
 from trainyard.files import SETTINGS_LIMIT_BYTES, read_file
@@ -257,9 +257,9 @@ def read_cluster(name: str, launch: Mapping[str, Any] | None = None) -> Cluster:
     for place, text in reversed(texts):
         values = parse_toml(text, place)
         values.pop("extends", None)
-        _merge(merged, values)
+        merge_tables(merged, values, place, {})
     if launch:
-        _merge(merged, {"launch": dict(launch)})
+        merge_tables(merged, {"launch": dict(launch)}, place, {})
     place = texts[0][0]
     try:
         return Cluster.model_validate(merged)
@@ -341,11 +341,3 @@ def _read(name: str, folder: Path) -> tuple[str, str]:
         )
     entry = resources.files("trainyard.config") / "clusters" / f"{name}.toml"
     return f"cluster {name}", entry.read_text(encoding="utf-8")
-
-
-def _merge(target: dict[str, Any], values: Mapping[str, Any]) -> None:
-    for key, value in values.items():
-        if isinstance(value, dict) and isinstance(target.get(key), dict):
-            _merge(target[key], value)
-        else:
-            target[key] = value

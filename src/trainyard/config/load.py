@@ -10,7 +10,7 @@ import logging
 import re
 import textwrap
 import tomllib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from importlib import resources
@@ -23,6 +23,7 @@ from pydantic_core import ErrorDetails
 
 from trainyard.config.rules import disagreements
 from trainyard.config.run import Run
+from trainyard.config.secrets import texts_of
 from trainyard.errors import ConfigError
 from trainyard.files import SETTINGS_LIMIT_BYTES, read_file
 
@@ -77,7 +78,7 @@ def load_run(source: str, overrides: list[str] | None = None) -> LoadedRun:
     merged: dict[str, Any] = {}
     origins: dict[str, str] = {}
     for name, values in _layers(source):
-        _merge(merged, values, name, origins)
+        merge_tables(merged, values, name, origins)
     return LoadedRun(_override(merged, overrides or [], origins, source), origins)
 
 
@@ -94,7 +95,7 @@ def _override(
     tables: dict[str, Any], overrides: Sequence[str], origins: dict[str, str], source: str
 ) -> Run:
     for text in overrides:
-        _merge(tables, _parse_override(text), COMMAND_LINE, origins)
+        merge_tables(tables, _parse_override(text), COMMAND_LINE, origins)
     try:
         return build_run(tables)
     except ValidationError as error:
@@ -108,21 +109,16 @@ def build_run(tables: dict[str, Any]) -> Run:
         ValidationError: of pydantic, with the wrong fields or, if there are none, broken rules.
     """
     translated: dict[str, Any] = {}
-    _merge(translated, tables, "", {})
+    merge_tables(translated, tables, "", {})
     return _CHECKED_RUN.validate_python(translated)
 
 
-def _refuse_nul(value: Any, field: str = "") -> Any:
+def _refuse_nul(tables: Any) -> Any:
     """Refuses texts with a NUL character, which no path and no argument can have."""
-    if isinstance(value, str) and "\0" in value:
-        raise ValueError(f"{field}={value!r} contains a NUL character")
-    if isinstance(value, dict):
-        for name, inner in value.items():
-            _refuse_nul(inner, f"{field}.{name}".removeprefix("."))
-    if isinstance(value, list | tuple):
-        for inner in value:
-            _refuse_nul(inner, field)
-    return value
+    for field, text in texts_of(tables):
+        if "\0" in text:
+            raise ValueError(f"{field}={text!r} contains a NUL character")
+    return tables
 
 
 def _refuse_broken_rules(run: Run) -> Run:
@@ -132,11 +128,7 @@ def _refuse_broken_rules(run: Run) -> Run:
 
 
 _CHECKED_RUN: TypeAdapter[Run] = TypeAdapter(
-    Annotated[
-        Run,
-        BeforeValidator(lambda tables: _refuse_nul(tables)),
-        AfterValidator(_refuse_broken_rules),
-    ]
+    Annotated[Run, BeforeValidator(_refuse_nul), AfterValidator(_refuse_broken_rules)]
 )
 
 
@@ -276,13 +268,14 @@ def _translate(field: str, origin: str) -> str:
     return RENAMED[field]
 
 
-def _merge(
+def merge_tables(
     target: dict[str, Any],
-    values: dict[str, Any],
+    values: Mapping[str, Any],
     origin: str,
     origins: dict[str, str],
     prefix: str = "",
 ) -> None:
+    """Replaces values field by field, under their names today, and notes where each came from."""
     for key, value in values.items():
         field = prefix + key
         if field in RENAMED:
@@ -294,7 +287,7 @@ def _merge(
             inner = target.get(key)
             if not isinstance(inner, dict):
                 inner = target[key] = {}
-            _merge(inner, value, origin, origins, f"{field}.")
+            merge_tables(inner, value, origin, origins, f"{field}.")
         else:
             target[key] = value
             for inside in [name for name in origins if name.startswith(f"{field}.")]:

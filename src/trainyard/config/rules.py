@@ -14,6 +14,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from operator import attrgetter
 from typing import Any, TypeVar
 
 from pydantic import BaseModel
@@ -340,7 +341,7 @@ def describe(run: Run, changes: Changes, joint: str = " with ") -> str:
 
 def differences(run: Run, changes: Changes) -> Changes:
     """Keeps effective changes that do not follow by default, plus the ZeRO stage if it does."""
-    new = {field: value for field, value in changes.items() if value != _value(run, field)}
+    new = {field: value for field, value in changes.items() if value != attrgetter(field)(run)}
     models = (run.model, change(run, changes).model)
     if all(model.d_head == model.d_model // model.n_heads for model in models):
         new.pop("model.d_head", None)
@@ -349,12 +350,6 @@ def differences(run: Run, changes: Changes) -> Changes:
     stage, pipeline = changes.get("parallel.zero_stage"), new.get("parallel.pipeline")
     implied = default_zero_stage(pipeline) if pipeline and stage is not None else stage
     return new if stage == implied else new | {"parallel.zero_stage": stage}
-
-
-def _value(section: Any, field: str) -> Any:
-    for name in field.split("."):
-        section = getattr(section, name)
-    return section
 
 
 def _as_toml(value: Any) -> str:
@@ -442,7 +437,7 @@ def _one_of(field: str, values: Iterable[Any]) -> Iterator[Changes]:
 
 def _pairs(run: Run, candidates: Mapping[str, Iterable[int]]) -> list[Changes]:
     """Combines field values: changes of one field first, then of more, each nearest first."""
-    old = {field: _value(run, field) for field in candidates}
+    old = {field: attrgetter(field)(run) for field in candidates}
 
     def distance(changes: Changes) -> tuple[int, int]:
         distances = [abs(value - old[field]) for field, value in changes.items()]

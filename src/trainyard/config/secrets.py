@@ -52,7 +52,7 @@ def secret_problems(settings: Mapping[str, Any], secrets: Iterable[str] = ()) ->
     """Maps each dotted field with a secret, or a login or key in a URL, to a message without it."""
     copied = "which would be copied to the run folder and to every checkpoint"
     problems = {}
-    for field, text in _texts(settings):
+    for field, text in texts_of(settings):
         if hide(text, ()) != text:
             problems[field] = (
                 f"{field} holds a URL with a login or a key, {copied}; give the address without it"
@@ -62,12 +62,13 @@ def secret_problems(settings: Mapping[str, Any], secrets: Iterable[str] = ()) ->
     return problems
 
 
-def _texts(value: Any, field: str = "") -> Iterator[tuple[str, str]]:
+def texts_of(value: Any, field: str = "") -> Iterator[tuple[str, str]]:
+    """Yields every text in tables and lists, with its dotted field."""
     if isinstance(value, str):
         yield field, value
     elif isinstance(value, Mapping):
         for name, inner in value.items():
-            yield from _texts(inner, f"{field}.{name}" if field else name)
+            yield from texts_of(inner, f"{field}.{name}" if field else name)
     elif isinstance(value, list | tuple):
         for inner in value:
-            yield from _texts(inner, field)
+            yield from texts_of(inner, field)

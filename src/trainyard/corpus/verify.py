@@ -144,8 +144,6 @@ def _load_record(prefix: str, problems: _Problems) -> Sidecar | None:
         return load_sidecar(prefix)
     except DataError as error:
         problems.add(error.problem)
-    except OSError as error:
-        problems.add(f"{prefix}.json: {error.strerror}")
     return None
 
 

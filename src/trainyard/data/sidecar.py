@@ -13,6 +13,7 @@ depend on the number of workers.
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Literal
 
@@ -25,6 +26,12 @@ from trainyard.files import FileRecord, publish_text, read_file
 
 SAMPLES_PER_REASON = 3
 SAMPLE_CHARACTERS = 500
+
+
+def add_counts(total: dict[str, int], added: Mapping[str, int]) -> None:
+    """Adds counts by name."""
+    for name, count in added.items():
+        total[name] = total.get(name, 0) + count
 
 
 class SourceRecord(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -62,7 +69,7 @@ class StepCount(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
 
     def drop(self, reason: str, text: str) -> None:
         """Counts a dropped document."""
-        self.dropped[reason] = self.dropped.get(reason, 0) + 1
+        add_counts(self.dropped, {reason: 1})
         self._keep(reason, [text[:SAMPLE_CHARACTERS]])
 
     def _keep(self, reason: str, texts: list[str]) -> None:
@@ -75,12 +82,8 @@ class StepCount(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
         self.documents_out += other.documents_out
         self.bytes_in += other.bytes_in
         self.bytes_out += other.bytes_out
-        for mine, others in (
-            (self.dropped, other.dropped),
-            (self.dropped_sentences, other.dropped_sentences),
-        ):
-            for reason, count in others.items():
-                mine[reason] = mine.get(reason, 0) + count
+        add_counts(self.dropped, other.dropped)
+        add_counts(self.dropped_sentences, other.dropped_sentences)
         for reason, texts in ({} if other.samples is UNSET else other.samples).items():
             self._keep(reason, texts)
 

@@ -191,8 +191,7 @@ class Conversion:
         if self.has("deterministic-mode"):
             self.set("train.deterministic", True, "deterministic-mode")
         if self.has("untie-embeddings-and-output-weights"):
-            untied = "untie-embeddings-and-output-weights"
-            self.set("model.tied_embeddings", False, untied)
+            self.set("model.tied_embeddings", False, "untie-embeddings-and-output-weights")
 
     def _model(self) -> None:
         self._architecture()
@@ -353,21 +352,18 @@ class Conversion:
                 f"--{pipeline[1]} and --{pipeline[0]} {n_stages} contradict each other",
                 "remove the one that the training does not use",
             )
-        per_chunk, chunks = (
-            "num-layers-per-virtual-pipeline-stage",
-            "num-virtual-stages-per-pipeline-rank",
-        )
+        per_chunk = "num-layers-per-virtual-pipeline-stage"
+        chunks = "num-virtual-stages-per-pipeline-rank"
         n_chunks = self.count(chunks) if self.has(chunks) else 1
         if self.has(per_chunk):
             n_chunks = self.count("num-layers") // n_stages // self.count(per_chunk)
         if n_chunks > 1:
             self.set("parallel.chunks", n_chunks, per_chunk, chunks)
             self.set("parallel.schedule", "interleaved", per_chunk, chunks)
+        is_a2a = "a2a" in self.flags.get("cp-comm-type", [])
         for flag in ("context-parallel-size", "ds-sequence-parallel-size"):
             if self.has(flag) and self.count(flag) > 1:
-                ring = flag.startswith("context") and "a2a" not in self.flags.get(
-                    "cp-comm-type", []
-                )
+                ring = flag.startswith("context") and not is_a2a
                 self.set("parallel.context", self.count(flag), flag)
                 self.set("parallel.context_method", "ring" if ring else "ulysses", "cp-comm-type")
 
@@ -382,13 +378,11 @@ class Conversion:
         if self.has("msamp") and stage == 0:
             stage, flag = 1, "msamp"  # low-precision gradients know no stage 0
         self.set("parallel.zero_stage", stage, flag)
-        recompute, flag = "none", ""
-        for flag, value in (
-            ("checkpoint-activations", "block"),
-            ("recompute-activations", "attention"),
-        ):
-            if self.has(flag):
-                recompute = value
+        recompute = "none"
+        if self.has("checkpoint-activations"):
+            recompute = "block"
+        if self.has("recompute-activations"):
+            recompute = "attention"
         if self.has("recompute-granularity"):
             recompute = RECOMPUTE.get(self.text("recompute-granularity"), "none")
         flags = ("checkpoint-activations", "recompute-activations", "recompute-granularity")

@@ -11,7 +11,8 @@ from __future__ import annotations
 import os
 import re
 import shutil
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 
 from torch import Tensor
@@ -40,6 +41,25 @@ def require_new(output: Path) -> None:
         )
     if output.exists():
         raise CheckpointError(f"{output} already exists", "name another --output, or remove it")
+
+
+@contextmanager
+def new_folder(output: Path) -> Iterator[Path]:
+    """Creates a folder that takes the name `output` when it is complete.
+
+    Raises:
+        MachineError: it cannot be written.
+    """
+    partial = output.with_name(f".{output.name}.partial")
+    shutil.rmtree(partial, ignore_errors=True)
+    try:
+        partial.mkdir(parents=True)
+        yield partial
+        partial.rename(output)
+    except OSError as error:
+        raise MachineError(f"cannot write {output}: {error}", "free space on that disk") from error
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
 
 
 def load_fitting(source: str | Path, model: Model) -> Vocabulary:
@@ -84,11 +104,8 @@ def write_run_folder(
     Raises:
         MachineError: `output` cannot be written.
     """
-    partial = output.with_name(f".{output.name}.partial")
-    shutil.rmtree(partial, ignore_errors=True)
     facts = Facts(step=0, consumed_sequences=0, consumed_tokens=0, run=run.model_dump(mode="json"))
-    try:
-        partial.mkdir(parents=True)
+    with new_folder(output) as partial:
         require_space(partial, sum(tensor.nbytes for tensor in outlines.values()))
         checkpoint = write_weights(
             partial / "checkpoints",
@@ -100,9 +117,4 @@ def write_run_folder(
         (partial / "run.toml").write_text(render_run(run), encoding="utf-8")
         if vocabulary:
             write_tokenizer_folder(partial, vocabulary)
-        partial.rename(output)
-    except OSError as error:
-        raise MachineError(f"cannot write {output}: {error}", "free space on that disk") from error
-    finally:
-        shutil.rmtree(partial, ignore_errors=True)
     return output / checkpoint.relative_to(partial)

@@ -42,12 +42,7 @@ _OPERATORS: dict[type[ast.AST], Callable[[int, int], int]] = {
     ast.Mod: operator.mod,
 }
 _COMPARE: dict[str, Callable[[float, float], bool]] = {
-    "-eq": operator.eq,
-    "-ne": operator.ne,
-    "-gt": operator.gt,
-    "-ge": operator.ge,
-    "-lt": operator.lt,
-    "-le": operator.le,
+    f"-{name}": getattr(operator, name) for name in ("eq", "ne", "gt", "ge", "lt", "le")
 }
 
 
@@ -112,13 +107,9 @@ class Script:
             return _calculate(self.expand(inner))
         if (command := found["run"] or found["old"]) is not None:
             echo = re.fullmatch(r"\s*echo\s+([^|;]*)", command)
-            return (
-                "."
-                if command.strip() == "pwd"
-                else (
-                    self.expand(echo[1].replace('"', "")) if echo else f"\ue000$({command})\ue001"
-                )
-            )
+            if command.strip() == "pwd":
+                return "."
+            return self.expand(echo[1].replace('"', "")) if echo else f"\ue000$({command})\ue001"
         name = found["braced"] or found["plain"]
         if not self.variables.get(name) and found["default"] is not None:
             return self.expand(found["default"].strip("\"'"))

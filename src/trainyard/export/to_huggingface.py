@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import logging
-import shutil
 from collections.abc import Mapping
 from functools import lru_cache
 from pathlib import Path
@@ -23,10 +22,10 @@ from trainyard.checkpoint.load import build_model_from_checkpoint, load_tokenize
 from trainyard.checkpoint.shard import split_in_shards
 from trainyard.config.run import Model
 from trainyard.data.vocabulary import GPT2, Vocabulary
-from trainyard.errors import CheckpointError, MachineError
+from trainyard.errors import CheckpointError
 from trainyard.evaluation.generate import Sampling
 from trainyard.export.families import CONFIG, WEIGHTS, WEIGHTS_INDEX, Family, find_family
-from trainyard.export.run_folder import require_new
+from trainyard.export.run_folder import new_folder, require_new
 from trainyard.export.stream import CheckpointWeights, Make, outline, write_tensors
 from trainyard.files import flush
 from trainyard.precision.float8 import quiet_import
@@ -72,10 +71,7 @@ def export_huggingface(
     parts = _find_parts(weights, family, run.model)
     vocabulary = _find_vocabulary(checkpoint, weights.manifest)
     config = family.config_of(run.model) | {"torch_dtype": str(dtype).removeprefix("torch.")}
-    partial = output.with_name(f".{output.name}.partial")
-    try:
-        shutil.rmtree(partial, ignore_errors=True)
-        partial.mkdir(parents=True)
+    with new_folder(output) as partial:
         _write_texts(partial, config, vocabulary, run.model.sequence_length)
         if card:
             (partial / "README.md").write_text(card, encoding="utf-8")
@@ -84,11 +80,6 @@ def export_huggingface(
         _write_weights(partial, shards, _converter(weights, family, run.model, parts))
         for path in partial.iterdir():
             flush(path)
-        partial.rename(output)
-    except OSError as error:
-        raise MachineError(f"cannot write {output}: {error}", "free space on that disk") from error
-    finally:
-        shutil.rmtree(partial, ignore_errors=True)
     return sorted(path.name for path in output.iterdir())
 
 

@@ -13,7 +13,7 @@ import sys
 from pathlib import Path
 
 import torch
-from pydantic import BaseModel, ConfigDict, JsonValue, ValidationError
+from pydantic import BaseModel, JsonValue, ValidationError
 from torch import Tensor
 
 from trainyard.checkpoint.format import Count, first_problem
@@ -25,10 +25,8 @@ _TIMEOUT_SECONDS = 600
 _NO_CHECKPOINT = "it is damaged, or was not written by Megatron; none of its code was run"
 
 
-class TorchTensor(BaseModel):
+class TorchTensor(BaseModel, extra="forbid", frozen=True):
     """The location of a tensor's values in its file."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True)
 
     dtype: str
     shape: tuple[Count, ...]

@@ -284,9 +284,8 @@ class _Queue:
         """Returns whether the smallest variant of a shape fits."""
         shape = (run.train.micro_batch_size, run.parallel.model_copy(update=FASTEST))
         if shape not in self._can_fit:
-            sparing = rules.change(
-                run, {f"parallel.{name}": value for name, value in SPARING.items()}
-            )
+            parallel = rules.change(run.parallel, SPARING)
+            sparing = run.model_copy(update={"parallel": parallel})
             if rules.broken_rules(sparing):  # zero bubble does not allow all of it
                 return True
             self._can_fit[shape] = self._fits(sparing, self._plan(sparing))
@@ -297,7 +296,10 @@ class _Queue:
         key = tuple(field_value(changed, name) for name in FIELDS)
         if key not in self._seen and not rules.broken_rules(changed):
             self._seen.add(key)
-            self._add(changed, self._plan(changed))
+            plan = self._plan(changed)
+            time = step_time(changed, plan, self._machine)
+            entry = _QueueEntry(time.seconds, next(self._numbers), changed, plan, time)
+            heapq.heappush(self._entries, entry)
 
     def _plan(self, run: Run) -> Plan:
         """Plans a variant like `resolve`, but reuses common values."""
@@ -321,12 +323,6 @@ class _Queue:
             padded_vocabulary_size=padded,
             n_parameters=parameter_count(run.model, padded),
             model_flops_per_token=model_flops_per_token(run.model, padded),
-        )
-
-    def _add(self, run: Run, plan: Plan) -> None:
-        time = step_time(run, plan, self._machine)
-        heapq.heappush(
-            self._entries, _QueueEntry(time.seconds, next(self._numbers), run, plan, time)
         )
 
     def _shards_inside_a_node(self, shape: Run, data: int) -> int:

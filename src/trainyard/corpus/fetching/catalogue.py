@@ -21,14 +21,14 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib import resources
 from pathlib import Path
 from typing import Any, Literal, Protocol
 from urllib.parse import quote, urlsplit
 
 import msgspec
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, Field, ValidationError
 
 from trainyard.config.load import parse_toml
 from trainyard.errors import ConfigError, DataError
@@ -38,10 +38,8 @@ from trainyard.units import format_figure
 LISTING_HINT = "try again later; or describe the corpus in a .toml file of your own"
 
 
-class KnownFile(BaseModel):
+class KnownFile(BaseModel, frozen=True, extra="forbid"):
     """A file of a corpus of kind `files`."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     address: str = Field(pattern="^/")
     """Its address on the host."""
@@ -51,10 +49,8 @@ class KnownFile(BaseModel):
     sha256: str = Field(pattern="^[0-9a-f]{64}$")
 
 
-class CorpusSize(BaseModel):
+class CorpusSize(BaseModel, frozen=True, extra="forbid"):
     """What a whole corpus takes; the corpus file says where each figure is from."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     download_gigabytes: float = Field(gt=0)
     text_gigabytes: float = Field(default=0, ge=0)
@@ -67,10 +63,8 @@ class CorpusSize(BaseModel):
     """Where the figures come from, and which are estimates."""
 
 
-class KnownCorpus(BaseModel):
+class KnownCorpus(BaseModel, frozen=True, extra="forbid"):
     """Where a corpus comes from, and what a person must know before fetching it."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     title: str
     kind: Literal["wikimedia", "huggingface", "files"]
@@ -235,7 +229,7 @@ def list_files(corpus: KnownCorpus, reader: Reader) -> Listing:
             "otherwise the corpus has moved: correct `files` in a .toml file of your own",
         )
     if corpus.kind == "wikimedia":
-        files = [_with_size(file, reader) for file in files]
+        files = [replace(file, size_bytes=reader.size_of(file.url)) for file in files]
     source = f"{corpus.host}/{corpus.repository}"
     return Listing(corpus.title, source, corpus.revision, revision, corpus.licence, files)
 
@@ -286,10 +280,6 @@ def _list_known(corpus: KnownCorpus, reader: Reader) -> tuple[str, list[RemoteFi
         RemoteFile(corpus.host + each.address, each.path, each.size_bytes, ("sha256", each.sha256))
         for each in corpus.listed
     ]
-
-
-def _with_size(file: RemoteFile, reader: Reader) -> RemoteFile:
-    return RemoteFile(file.url, file.path, reader.size_of(file.url), file.checksum)
 
 
 class _Commit(msgspec.Struct):

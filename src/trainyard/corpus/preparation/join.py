@@ -20,7 +20,6 @@ from trainyard.corpus.preparation.unit import (
     Place,
     QuarantinedDocument,
     UnitResult,
-    add_counts,
 )
 from trainyard.data.indexed import optimal_dtype
 from trainyard.data.sidecar import (
@@ -28,6 +27,7 @@ from trainyard.data.sidecar import (
     Sidecar,
     SourceRecord,
     StepCount,
+    add_counts,
     load_sidecar,
     save_sidecar,
 )
@@ -223,8 +223,8 @@ class _Totals:
             count.bytes_in += int(came["text_bytes"].sum())
             count.bytes_out += int(left["text_bytes"].sum())
             if len(came) > len(left):
-                reason = "repeats an earlier document"
-                count.dropped[reason] = count.dropped.get(reason, 0) + len(came) - len(left)
+                n_repeats = len(came) - len(left)
+                add_counts(count.dropped, {"repeats an earlier document": n_repeats})
         gone = rows[repeats > 0]
         total.documents -= len(gone)
         total.empty_documents -= int(np.count_nonzero(gone["tokens"] == 0))

@@ -6,7 +6,7 @@ import base64
 import io
 import re
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from itertools import chain
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -22,7 +22,7 @@ from trainyard.corpus.sources import Batch, Fault, Segment, read_documents
 from trainyard.corpus.sources.files import format_of
 from trainyard.data.engines import Encoded
 from trainyard.data.indexed import Array, IndexedWriter, optimal_dtype
-from trainyard.data.sidecar import GroupCount, StepCount
+from trainyard.data.sidecar import GroupCount, StepCount, add_counts
 from trainyard.data.tokenizer import Tokenizer
 from trainyard.errors import DataError, printable
 from trainyard.files import BlockChecksum, explain_disk_errors
@@ -213,12 +213,6 @@ def _format_within(text: str) -> str:
     *lines, _ = start.split("\n")
     counts = [{line.count(sign) for line in lines} for sign in ",;\t"] if len(lines) >= 5 else []
     return "CSV" if any(len(each) == 1 and max(each) >= 2 for each in counts) else ""
-
-
-def add_counts(total: dict[str, int], added: Mapping[str, int]) -> None:
-    """Adds counts by name."""
-    for name, count in added.items():
-        total[name] = total.get(name, 0) + count
 
 
 def save_array(path: Path, array: npt.NDArray[Any]) -> None:
