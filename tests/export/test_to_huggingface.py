@@ -175,7 +175,7 @@ def test_a_damaged_checkpoint_is_not_exported(make_checkpoint, tmp_path):
 @pytest.mark.parametrize(
     ("value", "dtype", "problem"),
     [
-        (float("nan"), "float32", r"h\.1\.mlp\.c_fc\.bias has values"),
+        (float("nan"), "float32", r"h\.1\.mlp\.c_fc\.bias' has values"),
         (float("-inf"), "float32", "not finite in float32"),
         (1e5, "float16", "not finite in float16"),
     ],
