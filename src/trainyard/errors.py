@@ -19,7 +19,7 @@ from __future__ import annotations
 import errno
 import os
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 EXIT_REQUEUE = 75
@@ -28,7 +28,7 @@ EXIT_HOLD = 93
 """Held: needs attention before a restart."""
 EXIT_INTERRUPTED = 130
 """Ended by Ctrl-C."""
-
+SHOWN_PROBLEMS = 20
 
 # Control characters but tab and line feed; separators of lines; what reorders or embeds text.
 _CONTROLS = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u2028-\u202e\u2066-\u2069]")
@@ -57,6 +57,17 @@ _HINTS = {
     errno.ESTALE: "its server lost it: mount it again",
     errno.ENAMETOOLONG: "choose a shorter name: most file systems allow 255 bytes",
 }
+
+
+def refuse_problems(place: str, problems: Sequence[str], error: type[UserError], hint: str) -> None:
+    """Raises `error` with the number of problems, if any, and the first of them, a line each."""
+    if not problems:
+        return
+    lines = [f"{place}: {'1 problem' if len(problems) == 1 else f'{len(problems)} problems'}"]
+    lines += problems[:SHOWN_PROBLEMS]
+    if len(problems) > SHOWN_PROBLEMS:
+        lines.append(f"and {len(problems) - SHOWN_PROBLEMS} more")
+    raise error("\n  ".join(lines), hint)
 
 
 class UserError(Exception):

@@ -42,12 +42,11 @@ from trainyard.checkpoint.format import (
     step_of,
 )
 from trainyard.checkpoint.shard import DTYPES, read_header, read_values
-from trainyard.errors import CheckpointError
+from trainyard.errors import CheckpointError, refuse_problems
 
 # Takes bytes done and total bytes; called by several threads, one at a time.
 Progress = Callable[[int, int], None]
 
-SHOWN_PROBLEMS = 20
 _THREADS = min(os.cpu_count() or 1, 8)
 
 _Chunks = dict[str, tuple[str, Chunk]]
@@ -103,7 +102,7 @@ def check_checkpoint(path: Path, progress: Progress | None = None) -> Checkpoint
 
     with ThreadPoolExecutor(_THREADS) as pool:
         problems += filter(None, pool.map(problem_of, sorted(manifest.sizes)))
-    _raise_if_any(path, problems)
+    refuse_problems(str(path), problems, CheckpointError, OLDER_IS_KEPT)
     return CheckpointReport(path, manifest, counter.total + (path / MANIFEST).stat().st_size)
 
 
@@ -172,16 +171,6 @@ def _problem_of_file(
 
 def _describe(values: tuple[torch.dtype, tuple[int, ...]] | None) -> str:
     return f"{str(values[0]).removeprefix('torch.')} {list(values[1])}" if values else "absent"
-
-
-def _raise_if_any(path: Path, problems: list[str]) -> None:
-    if not problems:
-        return
-    lines = problems[:SHOWN_PROBLEMS]
-    if len(problems) > SHOWN_PROBLEMS:
-        lines.append(f"and {len(problems) - SHOWN_PROBLEMS} more")
-    title = "1 problem" if len(problems) == 1 else f"{len(problems)} problems"
-    raise CheckpointError("\n  ".join([f"{path}: {title}", *lines]), OLDER_IS_KEPT)
 
 
 class _Counter:

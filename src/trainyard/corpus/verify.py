@@ -36,13 +36,12 @@ from trainyard.corpus.block_checker import (
 from trainyard.data.indexed import IndexedDataset, token_paths
 from trainyard.data.sidecar import Sidecar, load_sidecar
 from trainyard.data.tokenizer import Tokenizer
-from trainyard.errors import DataError
+from trainyard.errors import DataError, refuse_problems
 from trainyard.files import BLOCK_BYTES, BlockChecksum, open_file
 
 # Takes bytes done and bytes in all.
 Progress = Callable[[int, int], None]
 
-SHOWN_PROBLEMS = 20
 _THREADS = 2
 _SLAB = 1 << 20  # documents looked at together
 
@@ -124,17 +123,8 @@ class _Problems:
         self._texts[text] = None
 
     def raise_if_any(self) -> None:
-        count = len(self._texts)
-        if not count:
-            return
-        lines = list(self._texts)[:SHOWN_PROBLEMS]
-        if count > SHOWN_PROBLEMS:
-            lines.append(f"and {count - SHOWN_PROBLEMS} more")
-        title = "1 problem" if count == 1 else f"{count} problems"
-        raise DataError(
-            "\n  ".join([f"{self.prefix}: {title}", *lines]),
-            "copy .bin, .idx and .json again from where they were made, or prepare the data again",
-        )
+        hint = "copy .bin, .idx and .json again from where they were made, or prepare the data"
+        refuse_problems(self.prefix, list(self._texts), DataError, f"{hint} again")
 
 
 def _load_record(prefix: str, problems: _Problems) -> Sidecar | None:

@@ -205,12 +205,10 @@ class _Counter:
         self.topology, self.tensor = plan.topology, plan.topology.tensor
         self.block = block_layers(run.model, self.tensor)
         self.padded_vocabulary_size = plan.padded_vocabulary_size
-        self.n_tokens = (
-            run.train.micro_batch_size * run.model.sequence_length // plan.topology.context
-        )
-        self.wide = (
-            run.precision.formats.compute.n_bytes // 2
-        )  # bytes of values, in those of 16 bits
+        n_tokens = run.train.micro_batch_size * run.model.sequence_length
+        self.n_tokens = n_tokens // plan.topology.context
+        # Bytes of values, in those of 16 bits.
+        self.wide = run.precision.formats.compute.n_bytes // 2
 
     def stage(self, blocks: tuple[int, int]) -> Stage:
         """Counts a stage, with embedding and head if it has them.

@@ -172,8 +172,7 @@ class UnitWorker:
                 raise UnreadableDocumentError(place)
             if sum(kept.kind == fault.kind for kept in result.places) < PLACES_PER_KIND:
                 result.places.append(place)
-            n_lost = result.quarantined.get(fault.kind, 0) + fault.n_documents
-            result.quarantined[fault.kind] = n_lost
+            add_counts(result.quarantined, {fault.kind: fault.n_documents})
             line = QuarantinedDocument(
                 place.path, place.position, place.kind, place.detail, _render_raw(fault)
             )
@@ -238,12 +237,10 @@ def count_reading(batch: Batch, text_bytes: int, result: UnitResult) -> None:
     count.documents_out += len(batch.texts)
     count.bytes_in += batch.n_bytes
     count.bytes_out += text_bytes
-    left_out = StepCount(
-        kind="read", dropped=batch.dropped, dropped_sentences=batch.dropped_sentences
-    )
-    count.add(left_out)
+    add_counts(count.dropped, batch.dropped)
+    add_counts(count.dropped_sentences, batch.dropped_sentences)
     for fault in batch.faults:
-        count.dropped[fault.kind] = count.dropped.get(fault.kind, 0) + fault.n_documents
+        add_counts(count.dropped, {fault.kind: fault.n_documents})
         count.documents_in += fault.n_documents
     count.documents_in += len(batch.texts) + sum(batch.dropped.values())
 
