@@ -2,7 +2,8 @@
 
 Each was made by the code of its time at step 4 of 8, with these overrides of the preset `tiny` and
 these token files in the current folder: format 1 by da6fe9b, format 2 by 1c276f2, format 3 by
-50316b4 (`git archive COMMIT src`, then PYTHONPATH), the current one by the code that added them.
+50316b4 (`git archive COMMIT src`, then PYTHONPATH), the current one by the code that added them. In
+their manifests `platform`, `machine` and `commit` were replaced, and the checksums made anew.
 """
 
 from __future__ import annotations

@@ -26,7 +26,7 @@ NEEDS_TRAIN = {
     "generate": "generate runs/a --prompt a",
     "report --png": "report runs/a --png figures",
     "export": "export runs/a --output new",
-    "import": "import runs/a --output new",
+    "import": "import theirs --output new",
     "check layout": "check layout tiny",
     "check checkpoint": "check checkpoint runs/a",
     "plan --simulate": "plan tiny --simulate",
@@ -79,6 +79,8 @@ def folder(tmp_path: Path) -> Path:
     (run_folder / "run.toml").write_text(render_run(load_run("tiny").run))
     (run_folder / "metrics.jsonl").touch()
     (tmp_path / "text.txt").write_text("hello")
+    (tmp_path / "theirs").mkdir()
+    (tmp_path / "theirs" / "config.json").write_text("{}")
     with IndexedWriter(tmp_path / "corpus", np.dtype(np.uint16)) as writer:
         for _ in range(20):
             writer.add_document(np.arange(400, dtype=np.uint16))
