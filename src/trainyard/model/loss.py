@@ -213,7 +213,7 @@ class _SummedCrossEntropy(torch.autograd.Function):
         scale: float | Tensor | None,
         options: LossOptions,
     ) -> Tensor:
-        z_loss = options.z_loss
+        shard, z_loss = options.shard, options.z_loss
         precise = torch.promote_types(torch.float32, hidden.dtype)
         scale = scale.to(precise) if isinstance(scale, Tensor) else scale
         matrix = weight.to(hidden.dtype) if options.cast is None else options.cast
@@ -225,22 +225,28 @@ class _SummedCrossEntropy(torch.autograd.Function):
             nothing = targets == IGNORE_INDEX  # (n, 1)
             targets = targets.masked_fill(nothing, 0)
             logits = F.linear(rows, matrix)  # (n, V)
-            if options.compiles and options.shard is None:
+            if options.compiles and shard is None:
                 target = _compiled(_to_error)(logits, targets, options.vocabulary_size, z_loss)
             else:
-                shard = options.shard or WholeVocabulary()
-                row = targets - shard.first_row
-                is_here = (row >= 0) & (row < weight.shape[0])
-                row = row.masked_fill(~is_here, 0)
-                exponentials, total, target, log_sum = _exponentials(
+                row, is_here = targets, None
+                if shard is not None:
+                    row = targets - shard.first_row
+                    is_here = (row >= 0) & (row < weight.shape[0])
+                    row = row.masked_fill(~is_here, 0)
+                exponentials, total, target, largest = _exponentials(
                     logits, row, is_here, options.vocabulary_size, shard
                 )
                 if scale is not None:
-                    factor = 2 * z_loss * log_sum  # (n, 1)
-                    logits.copy_(exponentials.mul_((1 + factor) / total))
-                    less_one = torch.expm1(target) + factor * target.exp()
+                    less_one = torch.expm1(target)
+                    if z_loss:
+                        factor = 2 * z_loss * (largest + total.log())  # (n, 1)
+                        less_one += factor * target.exp()
+                        total = total / (1 + factor)
+                    logits.copy_(exponentials.div_(total))
                     less_one = less_one.to(logits.dtype)
-                    logits.scatter_(1, row, torch.where(is_here, less_one, logits.gather(1, row)))
+                    if is_here is not None:
+                        less_one = torch.where(is_here, less_one, logits.gather(1, row))
+                    logits.scatter_(1, row, less_one)
                 del exponentials
             loss -= target.masked_fill(nothing, 0.0).sum()
             if scale is not None:
@@ -295,35 +301,38 @@ def _to_error(logits: Tensor, targets: Tensor, vocabulary_size: int, z_loss: flo
 def _exponentials(
     logits: Tensor,
     columns: Tensor,
-    is_here: Tensor,
+    is_here: Tensor | None,
     vocabulary_size: int,
-    shard: ShardedVocabulary,
+    shard: ShardedVocabulary | None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Computes the exponentials of a shard's logits less the largest of all shards.
+    """Computes the exponentials of logits less the largest, of a shard less that of all shards.
 
     Not by `log_softmax`, whose sum on a CPU in fp32 is wrong by 1e-5 at 50,000 columns.
 
     Args:
-        logits: of the shard, (n, V/tp), overwritten.
+        logits: (n, V), of a shard (n, V/tp), overwritten if in fp32 or more precise.
         columns: of the labels, (n, 1), if in the shard; else any.
         is_here: whether they are in the shard.
         vocabulary_size: of all shards.
-        shard: reduces over ranks.
+        shard: reduces over ranks, if they shard the vocabulary.
 
     Returns:
-        them, (n, V/tp), their sum over all shards, (n, 1), the log probability of the label,
-        (n, 1), and the log of the sum of exp(logits), (n, 1).
+        them, their sum over all shards, the log probability of the label, and the largest logit,
+        (n, 1) each.
     """
-    precise = torch.promote_types(torch.float32, logits.dtype)
-    logits[:, max(0, vocabulary_size - shard.first_row) :] = -torch.inf
-    largest = shard.maximum(logits.amax(1, keepdim=True).to(precise))
-    x = logits.to(precise).sub_(largest)  # in place if it is so precise
-    target = x.gather(1, columns).masked_fill(~is_here, 0.0)
+    x = logits.to(torch.promote_types(torch.float32, logits.dtype))
+    n_real = vocabulary_size - (0 if shard is None else shard.first_row)
+    x[:, max(0, n_real) :] = -torch.inf
+    largest = x.amax(1, keepdim=True)
+    if shard is not None:
+        largest = shard.maximum(largest)
+    target = x.sub_(largest).gather(1, columns)
     exponentials = x.exp_()
-    sums = torch.stack((exponentials.sum(1, keepdim=True), target))
-    total, target = shard.sum(sums).unbind()
-    log_total = total.log()
-    return exponentials, total, target - log_total, largest + log_total
+    total = exponentials.sum(1, keepdim=True)
+    if shard is not None and is_here is not None:
+        sums = torch.stack((total, target.masked_fill(~is_here, 0.0)))
+        total, target = shard.sum(sums).unbind()
+    return exponentials, total, target - total.log(), largest
 
 
 def _chunks(hidden: Tensor, n_columns: int) -> list[tuple[int, int]]:
