@@ -7,6 +7,7 @@ import io
 import re
 from collections import Counter
 from collections.abc import Callable
+from functools import cached_property
 from itertools import chain
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -111,8 +112,11 @@ class UnitWorker:
         self._corpus = corpus
         self._tokenizer = tokenizer
         self._quarantine = quarantine
-        special = sorted(tokenizer.vocabulary.special_tokens, key=len, reverse=True)
-        self._special = re.compile("|".join(map(re.escape, special)))
+
+    @cached_property
+    def _special(self) -> re.Pattern[str]:
+        special = sorted(self._tokenizer.vocabulary.special_tokens, key=len, reverse=True)
+        return re.compile("|".join(map(re.escape, special)))
 
     def run(self, unit: list[Segment], prefix: Path, report: Report) -> UnitResult:
         """Does the unit.
