@@ -91,7 +91,7 @@ MISTAKES: dict[str, list[Mistake]] = {
         Mistake("generate smalll", "did you mean small?"),
         Mistake("evaluate small --data bok.txt", "bok.txt does not exist"),
         Mistake("export small --output corpus", "corpus already exists"),
-        Mistake("import corpus --output runs/new", "corpus/config.json"),
+        Mistake("import corpus --output runs/new", "corpus is neither a folder with config.json"),
         Mistake("check checkpoint smalll", "did you mean small?"),
     ],
     "Machines": [
