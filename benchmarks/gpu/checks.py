@@ -64,6 +64,8 @@ def compare_gradients(session: Session) -> Iterator[Row]:
                 model = GPT(run.model, 512, dtype)
                 initialize(model, 1)
                 model.cuda().train()
+                for block in model.blocks.values():
+                    block.attention.core.dropout = 0.0  # drawn from the device's generator
                 if compiles:
                     compile_blocks(model)
                 model.summed_loss(model(ids, seeds), ids, 1 / 256).backward()

@@ -42,7 +42,7 @@ def fetch_published(name: str) -> Path:
 def _download(*command: str, folder: Path) -> Path:
     if shutil.which(command[0]) is None:
         pytest.skip(f"{command[0]} is not on this machine")
-    done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=300)
+    done = subprocess.run(command, cwd=folder, capture_output=True, text=True)
     found = [path for path in folder.iterdir() if path.is_file()]
     if done.returncode or not found:
         pytest.skip(f"cannot be downloaded: {done.stderr[-300:]}")

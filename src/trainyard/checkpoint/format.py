@@ -151,7 +151,7 @@ class Facts(_Part):
     """`Run.model_dump(mode="json")`."""
     plan: dict[str, JsonValue] = {}
     versions: dict[str, str] = {}
-    """Of Python, torch and Trainyard, with the checksum and the commit of its code."""
+    """Versions of Python, torch and Trainyard; checksum and commit of the code."""
     data_fingerprint: str = ""
     """Of the token files, independent of their paths; empty if none was read."""
     training: dict[str, JsonValue] = {}

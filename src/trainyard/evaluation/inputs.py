@@ -151,7 +151,7 @@ def count_training_tokens(order: SequenceOrder, vocabulary_size: int) -> NDArray
 def _read_text(path: Path) -> str:
     if path.suffix.lower() in (".jsonl", ".ndjson", ".json"):
         raise DataError(
-            f"{path} is JSON, of which --data would read keys and quotes too, as plain text",
+            f"{path} is JSON; --data reads plain text and would score its keys and quotes",
             "tokenize it with trainyard prepare and the model's --tokenizer, and give the prefix",
         )
     try:
