@@ -18,6 +18,7 @@ from trainyard.bench.job import BenchJob, Steps, prepare_run
 from trainyard.config.load import load_run
 from trainyard.errors import CheckpointError
 from trainyard.launch.environment import Process
+from trainyard.model.attention import CausalAttention
 from trainyard.model.gpt import GPT, compile_blocks
 from trainyard.model.init import initialize
 from trainyard.parallel.mesh import choose_device
@@ -64,8 +65,9 @@ def compare_gradients(session: Session) -> Iterator[Row]:
                 model = GPT(run.model, 512, dtype)
                 initialize(model, 1)
                 model.cuda().train()
-                for block in model.blocks.values():
-                    block.attention.core.dropout = 0.0  # drawn from the device's generator
+                for module in model.modules():
+                    if isinstance(module, CausalAttention):
+                        module.dropout = 0.0  # drawn from the device's generator
                 if compiles:
                     compile_blocks(model)
                 model.summed_loss(model(ids, seeds), ids, 1 / 256).backward()
