@@ -263,12 +263,14 @@ def documents_of_the_next_tokens(patch: pytest.MonkeyPatch) -> None:
 
 
 def z_loss_of_a_shard(patch: pytest.MonkeyPatch) -> None:
-    right = loss._shared_log_softmax
+    right = loss._exponentials
 
-    def wrong(logits: Tensor, *rest: Any) -> tuple[Tensor, Tensor, Tensor]:
-        return (*right(logits, *rest)[:2], logits.logsumexp(1, keepdim=True))
+    def wrong(logits: Tensor, *rest: Any) -> tuple[Tensor, ...]:
+        exponentials, total, target, largest = right(logits, *rest)
+        of_shard = exponentials.sum(1, keepdim=True)
+        return exponentials, total, target, largest + (of_shard / total).log()
 
-    patch.setattr(loss, "_shared_log_softmax", wrong)
+    patch.setattr(loss, "_exponentials", wrong)
 
 
 def orthogonalized_shards(patch: pytest.MonkeyPatch) -> None:

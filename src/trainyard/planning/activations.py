@@ -182,12 +182,8 @@ class MicroBatch:
         if self.adds_ends:  # by the matmul, but for the loss scale of fp16
             is_fp16 = self.run.precision.formats.compute == FP16
             product = product + self.head_gradient if is_fp16 else 0
-        # Only the GPU kernel for fp16 computes fp32 log probabilities without an fp32 copy first.
-        has_copy = is_cast and not (self.on_gpu and self.run.precision.formats.compute == FP16)
-        n_precise = 2 if has_copy else 1
-        if self.compiles and self.topology.tensor == 1:
-            n_precise = 0
-        logits = n_rows * V * (value + n_precise * FP32_BYTES)
+        has_copy = is_cast and not (self.compiles and self.topology.tensor == 1)
+        logits = n_rows * V * (value + has_copy * FP32_BYTES)
         rows = value * n_rows * self.run.model.d_model
         forward = matrix + hidden + logits + (weight + rows if n_chunks > 1 else 0)
         products = matrix + hidden + weight + product + n_rows * V * value + 2 * rows

@@ -184,12 +184,13 @@ class _Rank:
         """The backward pass of the embedding, with activations only of other micro batches."""
         head = self.micro.head_gradient
         both = self.has_first and self.has_last and self.run.model.tied_embeddings
+        n_heads = 1 if not both else 2 if self.n_micro_batches == 1 else 3
         first, *others = self._in_flight()
         of_rest = self.rest_values * FP32_BYTES if self.is_shared else 0
         n_buffers = 1 if self.is_shared else 0
         return {
             "gradients": self._gradients(at_end=True)
-            + (head * (3 if both else 1) if self.has_first and not self.micro.adds_ends else 0),
+            + (head * n_heads if self.has_first and not self.micro.adds_ends else 0),
             "gathered weights": self._gathered(n_at_once=1),
             "activations": self._activations([max(0, first - 1), *others]) + self.micro.embedding(),
             "buffers": self._batch()

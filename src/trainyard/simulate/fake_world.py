@@ -10,7 +10,6 @@ attention falls back to its slowest form. So they are on "cpu", and GPU behavior
     F.scaled_dot_product_attention  saves what the flash kernel saves, with and without dropout
     gpt.attention_kernel            that of a GPU: flash attention in bf16 and fp16
     attention._attend_packed        as scaled_dot_product_attention, one document per sequence
-    F.log_softmax                   of fp16: without a copy in fp32, as on a GPU
     block_scaled._CHUNK_BLOCKS      pieces as large as on a GPU
 
 Fp8 matmuls need no patch: `torch._scaled_mm` has shapes on a CPU too. Only its GPU workspace is
@@ -59,12 +58,8 @@ from trainyard.simulate.accounting import replaced
 
 # Mesh functions that compute with real numbers even in fake mode.
 _METHODS_OF_MESHES = (
-    "_concatenate",
-    "__init__",
-    "__getitem__",
-    "_flatten",
-    "get_local_rank",
-    "get_coordinate",
+    *("__init__", "__getitem__", "_concatenate", "_flatten"),
+    *("get_local_rank", "get_coordinate"),
 )
 
 
@@ -195,8 +190,6 @@ class _Values(TorchDispatchMode):  # type: ignore[no-untyped-call]
 @contextmanager
 def _acts_as_gpu() -> Iterator[None]:
     # Not a function mode, as none is active while a backward pass recomputes a block.
-    log_softmax = F.log_softmax
-
     def attention(
         q: Tensor,
         k: Tensor,
@@ -218,17 +211,11 @@ def _acts_as_gpu() -> Iterator[None]:
     def kernel(_d_head: int, dtype: torch.dtype, _device: torch.device) -> str:
         return FLASH if dtype.itemsize == 2 else "efficient_attention"
 
-    def log_probabilities(x: Tensor, dim: int, dtype: torch.dtype) -> Tensor:
-        if x.dtype == torch.float16:  # the only one whose kernel needs no fp32 copy
-            return cast(Tensor, torch.ops.aten._log_softmax(x, dim, True))
-        return log_softmax(x, dim, dtype=dtype)
-
     with (
         replaced(Tensor, "is_cpu", property(lambda _: False)),
         replaced(F, "scaled_dot_product_attention", attention),
         replaced(gpt, "attention_kernel", kernel),
         replaced(model_attention, "_attend_packed", packed_attention),
-        replaced(F, "log_softmax", log_probabilities),
         replaced(block_scaled, "_CHUNK_BLOCKS", {"cpu": block_scaled._CHUNK_BLOCKS["cuda"]}),
     ):
         yield
