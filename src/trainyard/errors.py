@@ -45,9 +45,12 @@ def escape(text: str) -> str:
     return _CONTROLS.sub(lambda found: found[0].encode("unicode_escape").decode(), text)
 
 
+SPACE = "free space, inodes (df -i) or quota, raise ulimit -f"
+"""What to do when a file cannot be written; followed by an alternative."""
 _HINTS = {
-    errno.ENOSPC: "free space, quota or inodes there (df -h, df -i)",
-    errno.EDQUOT: "free space, quota or inodes there (df -h, df -i)",
+    errno.ENOSPC: f"{SPACE}, or choose another place",
+    errno.EDQUOT: f"{SPACE}, or choose another place",
+    errno.EFBIG: f"{SPACE}, or choose another place",
     errno.EMFILE: "raise the limit of open files: ulimit -n 65536",
     errno.ENFILE: "close files of other programs, or raise fs.file-max",
     errno.EACCES: "change its permissions, or choose another place",

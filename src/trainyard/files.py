@@ -29,7 +29,7 @@ from typing import Any, BinaryIO
 
 import msgspec
 
-from trainyard.errors import MachineError, UserError
+from trainyard.errors import SPACE, MachineError, UserError
 
 FILE_LIMIT_BYTES = 2**30
 SETTINGS_LIMIT_BYTES = 16 * 2**20
@@ -101,9 +101,25 @@ def publish_text(path: Path, text: str) -> None:
     except OSError as error:
         with suppress(OSError):  # a read-only file system refuses this even for a missing file
             partial.unlink(missing_ok=True)
-        hint = "free space, inodes (df -i) or quota, or choose another folder; then run the same "
-        hint += "command again"
+        hint = f"{SPACE}, or choose another folder; then run the same command again"
         raise MachineError(f"{path} cannot be written: {error.strerror}", hint) from error
+
+
+def seal(content: bytes) -> bytes:
+    """Ends a small file with the checksum of its content, for `unseal`."""
+    return content + b"\n" + hashlib.sha256(content).hexdigest().encode()
+
+
+def unseal(sealed: bytes) -> bytes:
+    """Returns what `seal` was given.
+
+    Raises:
+        ValueError: something else is there.
+    """
+    content, _, checksum = sealed.rpartition(b"\n")
+    if hashlib.sha256(content).hexdigest().encode() != checksum:
+        raise ValueError("its checksum is wrong")
+    return content
 
 
 @contextmanager
@@ -114,8 +130,7 @@ def explain_disk_errors(path: Path) -> Iterator[None]:
     except OSError as error:
         raise MachineError(
             f"{path}: {error.strerror} after {path.stat().st_size if path.exists() else 0:,} bytes",
-            "free space, inodes (df -i) or quota, or write to another folder; then run the same "
-            "command again",
+            f"{SPACE}, or write to another folder; then run the same command again",
         ) from error
 
 

@@ -11,7 +11,7 @@ import msgspec
 import numpy as np
 import pytest
 
-from trainyard.data.index_cache import IndexCache
+from trainyard.data.index_cache import FileBlock, IndexCache
 from trainyard.data.indexed import IndexedWriter, token_paths
 from trainyard.errors import MachineError
 from trainyard.files import FileRecord
@@ -154,8 +154,7 @@ def test_a_record_and_a_reading_give_the_same_fingerprint(tmp_path: Path) -> Non
     cache = IndexCache(tmp_path / "cache")
     recorded = cache.fingerprint(prefix)
     assert not (tmp_path / "cache").exists()
-    later_ns = Path(f"{prefix}.json").stat().st_mtime_ns + 10**9  # as after a copy
-    os.utime(f"{prefix}.bin", ns=(later_ns, later_ns))
+    touch_after(Path(f"{prefix}.bin"), Path(f"{prefix}.json"))  # as after a copy
     assert cache.fingerprint(prefix) == recorded
     assert (tmp_path / "cache").exists()
     sidecar = json.loads(Path(f"{prefix}.json").read_text())
@@ -163,23 +162,47 @@ def test_a_record_and_a_reading_give_the_same_fingerprint(tmp_path: Path) -> Non
     assert recorded == hashlib.sha256(json.dumps(checksums).encode()).hexdigest()
 
 
+def touch_after(path: Path, other: Path) -> None:
+    """Changes a file without changing its content or time of modification."""
+    status = path.stat()
+    while path.stat().st_ctime_ns <= other.stat().st_ctime_ns:  # clocks of files tick slowly
+        os.utime(path, ns=(status.st_atime_ns, status.st_mtime_ns))
+
+
+def test_a_file_replaced_by_an_older_one_of_the_same_size_is_read(tmp_path: Path) -> None:
+    cache = IndexCache(tmp_path / "cache")
+    prefix = write_corpus(tmp_path / "corpus", [1, 2], [2])
+    write_sidecar(prefix)
+    recorded = cache.fingerprint(prefix)
+    path = Path(f"{prefix}.bin")
+    path.write_bytes(bytes(4))
+    os.utime(path, ns=(0, 0))
+    touch_after(path, Path(f"{prefix}.json"))
+    assert cache.fingerprint(prefix) != recorded
+
+
 def digest_in(text: str) -> str:
-    checksum: str = json.loads(text)["sha256"][0]
+    checksum: str = json.loads(text.splitlines()[0])["sha256"][0]
     return checksum
 
 
-def test_files_are_read_once(tmp_path: Path) -> None:
+def test_files_are_read_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     prefix = write_corpus(tmp_path / "corpus", [1, 2], [2])
     cache = IndexCache(tmp_path / "cache")
     first = cache.fingerprint(prefix)
+    with monkeypatch.context() as patch:
+        patch.setattr(FileBlock, "read_digest", None)
+        assert cache.fingerprint(prefix) == first
     path = Path(f"{prefix}.bin")
     status = path.stat()
     path.write_bytes(bytes(4))
     os.utime(path, ns=(status.st_atime_ns, status.st_mtime_ns))
-    assert cache.fingerprint(prefix) == first  # nothing tells that it changed, so not read again
+    touch_after(path, Path(f"{prefix}.idx"))
+    changed = cache.fingerprint(prefix)
+    assert changed != first
     (memory,) = (tmp_path / "cache").glob("content-*.json")
     damaged = memory.read_text()
     for text in ("{", damaged.replace(digest_in(damaged), "0" * 64)):
         memory.write_text(text)
-        assert cache.fingerprint(prefix) != first
+        assert cache.fingerprint(prefix) == changed
         assert memory.read_text() != text

@@ -97,6 +97,8 @@ def count_devices(run: Run, machine: Machine | None, nodes: int | None, gpus: in
             )
         return n_devices
     if gpus is not None:
+        if gpus < 1:
+            raise ConfigError(f"{gpus} devices cannot run anything", "gpus=1 or more")
         return gpus
     from trainyard.planning.resolve import resolve
 

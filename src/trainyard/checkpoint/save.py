@@ -51,17 +51,14 @@ from trainyard.checkpoint.format import (
 )
 from trainyard.checkpoint.shard import limit_of_shards, split_in_shards, write_shards
 from trainyard.data.vocabulary import Vocabulary
-from trainyard.errors import MachineError
+from trainyard.errors import SPACE, MachineError
 from trainyard.files import flush
 from trainyard.parallel.placement import Placement, whole
 from trainyard.units import format_bytes
 
 EXPECTED = (OSError, SafetensorError, MachineError)
 """Errors from a disk; anything else is a bug."""
-FREE_SPACE = (
-    "free space, inodes (df -i) or quota on that disk, or make it writable; earlier checkpoints "
-    "are untouched"
-)
+FREE_SPACE = f"{SPACE}, or make it writable; earlier checkpoints are untouched"
 _ROOM_FOR_MANIFEST_BYTES = 2**20
 _PARTIAL = ".partial"
 _FAILURE = "failure.json"

@@ -225,9 +225,9 @@ def parse_toml(text: str, name: str) -> dict[str, Any]:
     except RecursionError:
         raise ConfigError(f"{name} nests too deeply", "put values in sections, no deeper") from None
     except ValueError as error:  # TOMLDecodeError, or a number with thousands of digits
-        raise ConfigError(
-            f"{name} is not valid TOML: {error}", 'texts need quotes: name = "my-run"'
-        ) from None
+        is_bare = str(error).startswith("Invalid value")
+        hint = 'texts need quotes: name = "my-run"' if is_bare else "mend that line: toml.io"
+        raise ConfigError(f"{name} is not valid TOML: {error}", hint) from None
 
 
 def _parse_override(text: str) -> dict[str, Any]:

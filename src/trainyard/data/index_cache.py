@@ -6,9 +6,10 @@ next to the corpus, block by block, in `<prefix>.json`:
 
     {"bin": {"blocks": [[10, "..."]]}, "idx": {"blocks": [[82, "..."]]}, ...}
 
-They are trusted if the sizes match and the files are not newer. Otherwise both files are read once,
-in the same blocks, for the same checksums; the cache folder keeps the result until a file's size,
-mtime or inode changes. Ranks that start together share this work (`training/worker.py`).
+They are trusted if the sizes match and the files did not change after the record. Otherwise both
+files are read once, in the same blocks, for the same checksums; the cache folder keeps the result
+until a file's size, time of change or inode changes. Ranks that start together share this work
+(`training/worker.py`).
 
 What is stored here is never trusted either: a stored array ends with the SHA-256 of its name and
 values, a remembered result contains its own. A damaged file is made anew.
@@ -34,8 +35,16 @@ import numpy as np
 from numpy.typing import NDArray
 
 from trainyard.data.indexed import map_array, token_paths
-from trainyard.errors import MachineError
-from trainyard.files import BLOCK_BYTES, BlockChecksum, FileRecord, open_file, parse_json, read_file
+from trainyard.errors import SPACE, MachineError
+from trainyard.files import (
+    BLOCK_BYTES,
+    BlockChecksum,
+    FileRecord,
+    open_file,
+    read_file,
+    seal,
+    unseal,
+)
 
 FORMAT_VERSION = 1
 _DIGEST_BYTES = hashlib.sha256().digest_size
@@ -178,7 +187,7 @@ class IndexCache:
         checksums = [FileRecord(each).sha256 for each in blocks.values()]
         content = {"states": unread.states, "sha256": checksums}
         with _replacing(unread.memory) as file:
-            file.write(json.dumps(content | {"seal": _seal(content)}).encode())
+            file.write(seal(json.dumps(content).encode()))
         return checksums
 
     def _look_up(self, prefix: str, folder: Path) -> list[str] | Unread:
@@ -192,10 +201,10 @@ class IndexCache:
         states = [[*_state(path.stat()), *cut] for path, cut in zip(paths, sizes, strict=True)]
         name = hashlib.sha256(os.path.realpath(prefix).encode()).hexdigest()[:32]
         memory = folder / f"content-{name}.json"
-        remembered = _load_json(memory)
-        seal = remembered.pop("seal", "")
-        if remembered.get("states") == states and seal == _seal(remembered):
-            return [str(checksum) for checksum in remembered["sha256"]]
+        with suppress(OSError, ValueError):
+            remembered = json.loads(unseal(read_file(memory)))
+            if remembered["states"] == states:
+                return [str(checksum) for checksum in remembered["sha256"]]
         blocks = [
             FileBlock(path, end - n_bytes, n_bytes)
             for path, cut, state in zip(paths, sizes, states, strict=True)
@@ -238,24 +247,13 @@ def _load_record(prefix: str) -> _Record | None:
 
 def _is_older(prefix: str) -> bool:
     """Whether the token files were last changed before their record was."""
-    record_ns = Path(f"{prefix}.json").stat().st_mtime_ns
-    return all(path.stat().st_mtime_ns <= record_ns for path in token_paths(prefix))
-
-
-def _load_json(path: Path) -> dict[str, Any]:
-    try:
-        content = parse_json(read_file(path))
-    except (OSError, ValueError):
-        return {}
-    return content if isinstance(content, dict) else {}
-
-
-def _seal(content: dict[str, Any]) -> str:
-    return hashlib.sha256(json.dumps(content).encode()).hexdigest()
+    record_ns = Path(f"{prefix}.json").stat().st_ctime_ns
+    return all(path.stat().st_ctime_ns <= record_ns for path in token_paths(prefix))
 
 
 def _state(status: os.stat_result) -> list[int]:
-    return [status.st_size, status.st_mtime_ns, status.st_ino]
+    # Time of change: unlike that of modification no program sets it back.
+    return [status.st_size, status.st_ctime_ns, status.st_ino]
 
 
 def _equal_blocks(size_bytes: int) -> list[int]:
@@ -281,7 +279,7 @@ def _replacing(path: Path) -> Iterator[IO[bytes]]:
     except OSError as error:
         raise MachineError(
             f"{path}: {error.strerror}",
-            "free space, inodes (df -i) or quota, or give a cache folder that can be written",
+            f"{SPACE}, or give a cache folder that can be written",
         ) from error
     finally:
         with suppress(OSError):

@@ -152,6 +152,8 @@ class Outputs:
     """The files and services that metrics go to."""
 
     def __init__(self, folder: Path, run: Run) -> None:
+        # Later times count from here, so that a clock set meanwhile adds no hours to the run.
+        self._epoch = time.time() - time.monotonic()
         self._wandb = _start_wandb(folder, run) if run.log.wandb_project else None
         self._lines = _Lines(folder / "metrics.jsonl")
         self._tensorboard = _start_tensorboard(folder, run) if run.log.tensorboard else None
@@ -159,7 +161,8 @@ class Outputs:
     def write(self, kind: str, values: dict[str, Any]) -> None:
         """Writes one object to every output; numbers that are not finite become null."""
         finite = {k: v for k, v in values.items() if not isinstance(v, float) or math.isfinite(v)}
-        record = {"kind": kind, "time": time.time(), **dict.fromkeys(values), **finite}
+        now = self._epoch + time.monotonic()
+        record = {"kind": kind, "time": now, **dict.fromkeys(values), **finite}
         self._lines.add(json.dumps(record) + "\n")
         group = "test" if values.get("split") == "test" else kind
         numbers = {f"{group}/{k}": v for k, v in finite.items() if isinstance(v, int | float)}

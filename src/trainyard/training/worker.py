@@ -39,7 +39,14 @@ from trainyard.data.order import SequenceOrder, Split
 from trainyard.data.sidecar import load_sidecar
 from trainyard.data.tokenizer import Tokenizer, tokenizer_name
 from trainyard.data.vocabulary import load_vocabulary
-from trainyard.errors import ConfigError, GuardError, LaunchError, MachineError, UserError
+from trainyard.errors import (
+    SPACE,
+    ConfigError,
+    GuardError,
+    LaunchError,
+    MachineError,
+    UserError,
+)
 from trainyard.files import publish_text
 from trainyard.launch.environment import (
     hide_secrets,
@@ -254,7 +261,7 @@ def _train_on(context: TrainContext, log: LogLines) -> StopReason:
     except OSError as error:
         raise MachineError(
             f"cannot write to {folder}: {error}",
-            "free space, inodes (df -i) or quota there, or make it writable",
+            f"{SPACE}, or make it writable",
         ) from error
     start = {"step": state.step, "resumed": state.step > 0, "device": device_name(device)}
     metrics.write("start", start | {"attention": context.attention_kernel})

@@ -5,10 +5,12 @@ from __future__ import annotations
 import json
 import os
 import signal
+from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import msgspec
 import numpy as np
@@ -25,6 +27,7 @@ from trainyard.corpus.preparation.prepare import prepare, read_status, train_on_
 from trainyard.corpus.preparation.progress import Progress
 from trainyard.corpus.preparation.unit import UnitWorker
 from trainyard.corpus.preparation.work_folder import WorkFolder, name_process
+from trainyard.corpus.preparation.worker import CorpusWorker
 from trainyard.corpus.sources import Segment, scan_inputs
 from trainyard.data.indexed import IndexedDataset
 from trainyard.data.sidecar import Sidecar, load_sidecar
@@ -46,6 +49,18 @@ def prefix_of(corpus: Corpus) -> str:
 
 def read_output(prefix: str) -> tuple[bytes, ...]:
     return tuple(Path(f"{prefix}.{end}").read_bytes() for end in ("bin", "idx", "json"))
+
+
+def zeros(content: bytes) -> bytes:
+    return bytes(len(content))
+
+
+def half(content: bytes) -> bytes:
+    return content[: len(content) // 2]
+
+
+def flipped(content: bytes) -> bytes:
+    return content[:-1] + bytes([content[-1] ^ 1])
 
 
 def change(corpus: Corpus, **values: Any) -> Corpus:
@@ -404,6 +419,45 @@ def test_work_that_was_interrupted_goes_on(corpus: Corpus, monkeypatch: pytest.M
     assert rest[0] == begun[4]
     assert read_output(prefix_of(corpus)) == expected
     assert read_status(corpus) is None
+
+
+@pytest.mark.parametrize("harm", [zeros, half, flipped, None])
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("done/unit-000001", "parts/unit-000001.bin", "parts/unit-000001.idx"),
+        *("parts/unit-000001.keys-0.npy", "parts/unit-000001.documents.npy"),
+        *("parts/*.quarantine", "done/compare-000"),
+        *("parts/compare-000.mask", "parts/compare-000.ends.npy"),
+    ],
+)
+def test_what_was_damaged_between_two_commands_is_made_anew(
+    corpus: Corpus,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    name: str,
+    harm: Callable[[bytes], bytes] | None,
+) -> None:
+    corpus = change(corpus, steps=[{"kind": "deduplicate"}])
+    run(corpus)
+    expected = read_output(prefix_of(corpus))
+    for path in Path(corpus.output).parent.glob("out_*"):
+        path.unlink()
+    with monkeypatch.context() as patch:
+        patch.setattr(CorpusWorker, "_join", Mock(side_effect=KeyboardInterrupt))
+        with pytest.raises(KeyboardInterrupt):
+            run(corpus)
+    work = work_path(corpus)
+    path = next(work.glob(name))
+    if harm is None:
+        path.unlink()
+    else:
+        path.write_bytes(harm(path.read_bytes()))
+    for record in (work / "done").iterdir():
+        os.utime(record, (0, 0))  # clocks of files tick slowly
+    run(corpus)
+    assert read_output(prefix_of(corpus)) == expected
+    assert harm is None or f"{path.name.partition('.')[0]} is damaged" in caplog.text
 
 
 def test_a_command_that_is_killed_may_be_given_again_any_number_of_times(

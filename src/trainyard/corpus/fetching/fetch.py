@@ -44,7 +44,7 @@ from trainyard.corpus.fetching.catalogue import (
 )
 from trainyard.corpus.fetching.web import Client, Network, PassingError, StoppedError
 from trainyard.corpus.sources.files import LISTING_NAME
-from trainyard.errors import DataError, MachineError
+from trainyard.errors import SPACE, DataError, MachineError
 from trainyard.files import publish_text
 from trainyard.log import ProgressUpdate
 from trainyard.units import format_bytes
@@ -181,7 +181,7 @@ def _describe_download(
 
 
 def _unwritable(path: Path, error: OSError) -> MachineError:
-    hint = f"free space, inodes (df -i) or quota, or choose another folder; then {_AGAIN}"
+    hint = f"{SPACE}, or choose another folder; then {_AGAIN}"
     return MachineError(f"{path} cannot be written: {error.strerror}", hint)
 
 

@@ -47,7 +47,13 @@ from trainyard.corpus.preparation.steps import apply_steps
 from trainyard.corpus.preparation.train_tokenizer import train_tokenizer
 from trainyard.corpus.preparation.unit import PLACES_PER_KIND, Place, UnitResult, count_reading
 from trainyard.corpus.preparation.work_folder import WorkFolder, name_process
-from trainyard.corpus.preparation.worker import CorpusWorker, is_prepared, piece_names, unit_name
+from trainyard.corpus.preparation.worker import (
+    CorpusWorker,
+    is_prepared,
+    piece_names,
+    read_result,
+    unit_name,
+)
 from trainyard.corpus.sources import Segment, find_files, read_documents
 from trainyard.corpus.sources.files import format_of
 from trainyard.data.sidecar import Sidecar, StepCount, TokenizerRecord, load_sidecar
@@ -296,6 +302,7 @@ def _enter(folder: WorkFolder, plan: PreparationPlan, overwrite: bool) -> None:
         _enter(folder, plan, overwrite)
         return
     with suppress(FileNotFoundError):
+        folder.find_lost(piece_names(plan))
         folder.retry_stopped()
         folder.take_back(count=False)
         folder.forgive()
@@ -306,9 +313,10 @@ def _find_unchanged(plan: PreparationPlan, done: Path) -> dict[str, str]:
     numbers = {plan.unit_inputs(number): number for number in range(len(plan.units))}
     kept = {}
     for path in done.iterdir():
-        inputs = msgspec.json.decode(path.read_bytes(), type=UnitResult).inputs
-        if inputs in numbers:
-            kept[path.name] = unit_name(numbers[inputs])
+        with suppress(DataError):  # damaged: not kept
+            inputs = read_result(path).inputs
+            if inputs in numbers:
+                kept[path.name] = unit_name(numbers[inputs])
     message = "inputs changed since the work started: keeping %d of %d units"
     build_logger().warning(message, len(kept), len(plan.units))
     return kept

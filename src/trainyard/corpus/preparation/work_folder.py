@@ -7,7 +7,7 @@ one process can succeed.
         plan.json                        the work; rejected if it does not match the request
         todo/unit-000003.0               unclaimed; started 0 times before
         claimed/unit-000002.0@n1-77-12   process 77 of machine n1 works on it
-        done/unit-000001                 its result: counts and checksums; written last
+        done/unit-000001                 its result: counts and checksums, sealed; written last
         parts/unit-000001.bin            its output
         stopped/unit-000000              a document in it cannot be read; the reason
         scratch/n1-77-12/                what that process is writing
@@ -29,11 +29,12 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 
 import msgspec
 
-from trainyard.errors import MachineError
+from trainyard.errors import SPACE, MachineError
 from trainyard.files import explain_disk_errors, publish_text
 
 MAX_ATTEMPTS = 3
@@ -118,6 +119,7 @@ class WorkFolder:
         self.parts = path / "parts"
         self.scratch = path / "scratch" / worker
         self._stale_seconds = stale_seconds
+        self._joined_ns = 0
         # By process: what it said last, when that changed, when it was looked at.
         self._seen: dict[str, tuple[bytes | None, float, float]] = {}
 
@@ -138,7 +140,7 @@ class WorkFolder:
             draft.rename(path)
         except OSError as error:
             if not path.exists():
-                hint = "free space, inodes (df -i) or quota, or write to another folder"
+                hint = f"{SPACE}, or write to another folder"
                 raise MachineError(f"{path} cannot be made: {error.strerror}", hint) from error
         finally:
             shutil.rmtree(draft, ignore_errors=True)
@@ -203,6 +205,19 @@ class WorkFolder:
         """Announces this process; to be called before it claims."""
         self.scratch.mkdir(exist_ok=True)
         self.beat(WorkerState(started=time.time()))
+        self._joined_ns = (self.path / "workers" / self.worker).stat().st_mtime_ns
+
+    def is_of_before(self, piece: str) -> bool:
+        """Returns whether a piece was done before this process joined, or no longer is."""
+        try:
+            return (self.path / "done" / piece).stat().st_mtime_ns < self._joined_ns
+        except FileNotFoundError:
+            return True
+
+    def redo(self, piece: str) -> None:
+        """Puts a finished piece back."""
+        (self.path / "done" / piece).unlink(missing_ok=True)
+        (self.path / "todo" / f"{piece}.0").touch()
 
     def is_joined(self) -> bool:
         """Returns whether this is still the folder that this process joined."""
@@ -252,6 +267,14 @@ class WorkFolder:
         for piece in self.names("stopped"):
             (self.path / "todo" / f"{piece}.0").touch()
             (self.path / "stopped" / piece).unlink(missing_ok=True)
+
+    def find_lost(self, pieces: list[str]) -> None:
+        """Puts pieces back that a crash of the file system left nowhere."""
+        # In the order in which a piece moves, so that it is met at least once.
+        names = [self.names(folder) for folder in ("todo", "claimed", "done", "stopped")]
+        known = {name.partition("@")[0].partition(".")[0] for name in chain(*names)}
+        for piece in set(pieces) - known:
+            (self.path / "todo" / f"{piece}.0").touch()
 
     def forgive(self) -> None:
         """Forgets earlier attempts, for a new attempt by hand."""

@@ -10,6 +10,8 @@ process of a job that exits with code 0 has seen the finished token files.
 
 from __future__ import annotations
 
+import hashlib
+import logging
 import os
 import random
 import threading
@@ -39,17 +41,19 @@ from trainyard.corpus.preparation.unit import (
     save_array,
 )
 from trainyard.corpus.preparation.work_folder import Claim, WorkerState, WorkFolder
+from trainyard.data.index_cache import FileBlock
 from trainyard.data.sidecar import load_sidecar
 from trainyard.data.tokenizer import Tokenizer
 from trainyard.errors import DataError, MachineError
+from trainyard.files import seal, unseal
+
+_log = logging.getLogger("trainyard")
 
 BEAT_SECONDS = 2.0
 # A worker without a piece looks again after the first of these, then after twice as long ..
 FIRST_PAUSE_SECONDS, LONGEST_PAUSE_SECONDS = 0.2, 5.0
 # Of all workers together, once their pauses are as long as they get.
 POLLS_PER_SECOND = 100
-ENDS = "ends.npy"
-"""Where the documents of each unit begin in the masks of the compares."""
 
 
 def unit_name(number: int) -> str:
@@ -93,6 +97,19 @@ def is_prepared(plan: PreparationPlan) -> bool:
     return True
 
 
+def read_result(path: Path) -> UnitResult:
+    """Reads what was recorded of a finished piece.
+
+    Raises:
+        DataError: it is damaged.
+    """
+    try:
+        return msgspec.json.decode(unseal(path.read_bytes()), type=UnitResult)
+    except (ValueError, msgspec.MsgspecError) as error:
+        hint = "run the same command with --overwrite"
+        raise DataError(f"{path} is damaged: {error}", hint) from error
+
+
 class CorpusWorker:
     """One of the processes that work on a corpus."""
 
@@ -106,6 +123,7 @@ class CorpusWorker:
         self._state = WorkerState(started=time.time())
         self._joins = {join_name(number) for number in range(len(plan.outputs))}
         self._compares = list_compares(plan)
+        self._sound: set[tuple[str, str]] = set()
         self._pause = FIRST_PAUSE_SECONDS
 
     def work(self, on_beat: Callable[[], None]) -> None:
@@ -209,12 +227,14 @@ class CorpusWorker:
         try:
             if kind == "unit":
                 self._do_unit(claim, int(number))
+            elif self._redo_damaged(kind, int(number)):
+                self._folder.release(claim)
             elif kind == "join":
                 self._join(int(number))
                 self._folder.finish(claim, b"{}")
             else:
                 self._compare(int(number))
-                self._folder.finish(claim, b"{}")
+                self._publish(claim, UnitResult())
         except UnreadableDocumentError as error:
             self._folder.stop(claim, msgspec.json.encode(error.place))
         except BaseException:
@@ -234,12 +254,60 @@ class CorpusWorker:
             raise
         check_unchanged(sources)
         result.inputs = self._plan.unit_inputs(number)
+        self._publish(claim, result)
+        self._state.finished_bytes += self._plan.unit_bytes[number]
+
+    def _publish(self, claim: Claim, result: UnitResult) -> None:
+        """Gives the files of a piece their final names, and records it as done."""
         for path in self._folder.scratch.glob(f"{claim.piece}.*"):
             with path.open("rb") as file:
                 os.fsync(file.fileno())
+                suffix = path.name.removeprefix(claim.piece)
+                if suffix != ".bin":
+                    result.files[suffix] = hashlib.file_digest(file, "sha256").hexdigest()
             path.replace(self._folder.parts / path.name)
-        self._folder.finish(claim, msgspec.json.encode(result))
-        self._state.finished_bytes += self._plan.unit_bytes[number]
+        self._folder.finish(claim, seal(msgspec.json.encode(result)))
+
+    def _redo_damaged(self, kind: str, number: int) -> bool:
+        """Puts back what a piece needs and is damaged; returns whether anything is.
+
+        Looks at what was done before this process began: afterwards the machine has not crashed.
+        """
+        needed = range(len(self._plan.units))
+        compares = range(len(self._compares) if kind == "join" else 0)
+        if kind == "join":
+            needed = self._plan.outputs[number].units
+        pieces = {*map(unit_name, needed), *map(compare_name, compares)}
+        damaged = [
+            piece
+            for piece in sorted(pieces)
+            if (kind, piece) not in self._sound
+            and self._folder.is_of_before(piece)
+            and not self._is_sound(piece, with_tokens=kind == "join")
+        ]
+        self._sound |= {(kind, piece) for piece in pieces.difference(damaged)}
+        for piece in damaged:
+            _log.warning("%s/%s is damaged; it is made anew", self._folder.path, piece)
+            self._folder.redo(piece)
+        return bool(damaged)
+
+    def _is_sound(self, piece: str, *, with_tokens: bool) -> bool:
+        parts = self._folder.parts
+        try:
+            result = self._read_result(piece)
+            for suffix, checksum in result.files.items():
+                with (parts / f"{piece}{suffix}").open("rb") as file:
+                    if hashlib.file_digest(file, "sha256").hexdigest() != checksum:
+                        return False
+            end = 0
+            for block in result.blocks if with_tokens else []:
+                place = FileBlock(parts / f"{piece}.bin", end, block.n_bytes)
+                if place.read_digest().hex() != block.sha256:
+                    return False
+                end += block.n_bytes
+        except (OSError, DataError):
+            return False
+        return True
 
     def _report(self, n_bytes: int, documents: int, tokens: int) -> None:
         self._state.piece_bytes += n_bytes
@@ -254,16 +322,14 @@ class CorpusWorker:
         step, columns = self._compares[number]
         keys = [Path(f"{self._part(n)}.keys-{step}.npy") for n in range(len(self._plan.units))]
         made = self._folder.scratch / f"{compare_name(number)}.mask"
-        ends = find_repeats(columns, keys, made)
-        save_array(made.with_name(ENDS), ends)
-        for path in (made, made.with_name(ENDS)):
-            path.replace(self._folder.parts / path.name)
+        save_array(made.with_suffix(".ends.npy"), find_repeats(columns, keys, made))
 
     def _read_repeats(self, number: int) -> npt.NDArray[np.uint8] | None:
         """Returns for each document of a unit the first step that drops it, from 1; 0: none."""
         if not self._compares:
             return None
-        start, end = np.load(self._folder.parts / ENDS)[number : number + 2]
+        ends = np.load(self._folder.parts / f"{compare_name(0)}.ends.npy")
+        start, end = ends[number : number + 2]
         marks = np.zeros(end - start, np.uint8)
         for compare, (step, _) in enumerate(self._compares):
             if len(marks):
@@ -288,16 +354,15 @@ class CorpusWorker:
         join_output(self._plan, output, units, self._folder.scratch)
 
     def _read_finished(self, numbers: range) -> list[FinishedUnit]:
-        results = [self._read_result(number) for number in numbers]
+        results = [self._read_result(unit_name(number)) for number in numbers]
         before = self._lines_before(list(numbers), results)
         return [
             FinishedUnit(result, self._part(number), lines, self._read_repeats(number))
             for number, result, lines in zip(numbers, results, before, strict=True)
         ]
 
-    def _read_result(self, number: int) -> UnitResult:
-        text = (self._folder.path / "done" / unit_name(number)).read_bytes()
-        return msgspec.json.decode(text, type=UnitResult)
+    def _read_result(self, piece: str) -> UnitResult:
+        return read_result(self._folder.path / "done" / piece)
 
     def _lines_before(self, numbers: list[int], results: list[UnitResult]) -> list[int]:
         """Counts the lines of the same file in units before each unit."""
@@ -326,6 +391,6 @@ class CorpusWorker:
         for number in range(first - 1, -1, -1):
             if unit[0].start == 0:
                 break
-            lines += self._read_result(number).n_lines
+            lines += self._read_result(unit_name(number)).n_lines
             unit = self._plan.units[number]
         raise place.to_error(lines)
