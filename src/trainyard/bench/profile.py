@@ -63,13 +63,16 @@ def profile_steps(
     activities = [ProfilerActivity.CPU]
     if device.type == "cuda":
         activities.append(ProfilerActivity.CUDA)
-    # Without "verbose", operators lack their callers.
-    config = _ExperimentalConfig(verbose=True) if with_places else None
     for n_steps in (REHEARSALS, PROFILED_STEPS):
+        # The rehearsal imports what is imported late, without places: PyTorch names the frame of
+        # a module's first run after its code is freed, so by garbage that fails to decode.
+        has_places = with_places and n_steps == PROFILED_STEPS
+        # Without "verbose", operators lack their callers.
+        config = _ExperimentalConfig(verbose=True) if has_places else None
         with (
             profile(
                 activities=activities,
-                with_stack=with_places,
+                with_stack=has_places,
                 experimental_config=config,
                 acc_events=True,  # of one cycle; torch 2.11 warns without it
             ) as profiler,
