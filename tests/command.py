@@ -13,6 +13,7 @@ import select
 import sys
 import tempfile
 import traceback
+import tracemalloc
 import warnings
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -104,6 +105,19 @@ class Fork:
             texts.append(file.read())
             file.close()
         return CompletedProcess([], status, *texts)
+
+
+def peak_bytes(call: Callable[[], object]) -> int:
+    """Calls a function in a fork, where no thread of another test allocates; gives its peak."""
+
+    def measure() -> None:
+        tracemalloc.start()
+        call()
+        sys.stdout.write(f"\n{tracemalloc.get_traced_memory()[1]}\n")
+
+    done = Fork(measure).wait()
+    assert done.returncode == 0, done.stderr
+    return int(done.stdout.split()[-1])
 
 
 def _be(call: Callable[[], object], out: int, error: int) -> None:

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import io
 import json
-import tracemalloc
 from pathlib import Path
 
 import msgspec
 import numpy as np
 import pytest
 from rich.console import Console
+from tests.command import peak_bytes
 
 from trainyard.cli.names import without_ending
 from trainyard.cli.show_data import count_lengths, printable, show_data, show_dropped
@@ -127,13 +127,8 @@ def test_counting_lengths_takes_little_memory(tmp_path: Path) -> None:
     with IndexedWriter(tmp_path / "c", np.dtype(np.uint16)) as writer:
         writer.add_documents(np.zeros(n_documents, np.uint16), np.ones(n_documents, np.int64))
     dataset = IndexedDataset(tmp_path / "c")
-    tracemalloc.start()
-    try:
-        assert count_lengths(dataset)[1] == n_documents
-        _, peak_bytes = tracemalloc.get_traced_memory()
-    finally:
-        tracemalloc.stop()
-    assert peak_bytes < 16 << 20
+    assert count_lengths(dataset)[1] == n_documents
+    assert peak_bytes(lambda: count_lengths(dataset)) < 16 << 20
 
 
 def test_what_became_of_the_text(prefix: Path) -> None:

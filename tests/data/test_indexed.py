@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import hashlib
 import struct
-import tracemalloc
+from contextlib import suppress
 from pathlib import Path
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tests.command import peak_bytes
 
 from trainyard.data.indexed import (
     IndexedDataset,
@@ -252,18 +253,15 @@ def test_no_damage_does_worse_than_a_clear_refusal(
     for offset, value in data.draw(st.lists(edits, max_size=6)):
         content[offset] = value
     path.write_bytes(content[: data.draw(st.integers(0, len(content)))] + data.draw(st.binary()))
-    tracemalloc.start()
-    try:
-        dataset = IndexedDataset(prefix)
-        assert dataset.n_tokens * dataset.dtype.itemsize <= 10
-        for index in range(len(dataset)):
-            dataset.tokens(index)
-    except DataError:
-        pass
-    finally:
-        _, peak_bytes = tracemalloc.get_traced_memory()
-        tracemalloc.stop()
-    assert peak_bytes < 2_000_000
+
+    def read() -> None:
+        with suppress(DataError):
+            dataset = IndexedDataset(prefix)
+            assert dataset.n_tokens * dataset.dtype.itemsize <= 10
+            for index in range(len(dataset)):
+                dataset.tokens(index)
+
+    assert peak_bytes(read) < 2_000_000
 
 
 def test_a_missing_prefix_is_looked_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

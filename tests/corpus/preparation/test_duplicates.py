@@ -8,7 +8,6 @@ import random
 import re
 import subprocess
 import sys
-import tracemalloc
 from collections.abc import Sequence
 from itertools import chain, pairwise
 from pathlib import Path
@@ -18,6 +17,7 @@ import numpy.typing as npt
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tests.command import peak_bytes
 
 from trainyard.config.corpus import Deduplicate, NearDeduplicate
 from trainyard.corpus.preparation import duplicates
@@ -106,11 +106,8 @@ def test_memory_is_bounded_however_many_documents_there_are(tmp_path: Path, diff
     for file in files:
         np.save(file, keys)
     memory_bytes = 4 * 2**20
-    tracemalloc.start()
-    find_repeats([0, 1], files, tmp_path / "mask", memory_bytes)
-    peak_bytes = tracemalloc.get_traced_memory()[1]
-    tracemalloc.stop()
-    assert peak_bytes < 1.25 * memory_bytes
+    peak = peak_bytes(lambda: find_repeats([0, 1], files, tmp_path / "mask", memory_bytes))
+    assert peak < 1.25 * memory_bytes
     assert int(np.fromfile(tmp_path / "mask", np.bool_).sum()) == 800_000 - different
 
 

@@ -9,7 +9,6 @@ import json
 import lzma
 import shutil
 import subprocess
-import tracemalloc
 from collections.abc import Callable
 from pathlib import Path
 
@@ -17,6 +16,7 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 import zstandard
+from tests.command import peak_bytes
 
 from trainyard.corpus.sources import (
     Fault,
@@ -170,11 +170,8 @@ def test_a_line_too_long_for_memory_is_passed_over(tmp_path: Path) -> None:
         file.truncate(2 * MAX_DOCUMENT_BYTES)  # a hole in the file costs no disk
         file.seek(0, 2)
         file.write(b'\n{"text": "b\xff"}\n{"text": "b"}\n')
-    tracemalloc.start()
+    assert peak_bytes(lambda: read(path)) < 1.2 * MAX_DOCUMENT_BYTES
     texts, faults = read(path)
-    peak_bytes = tracemalloc.get_traced_memory()[1]
-    tracemalloc.stop()
-    assert peak_bytes < 1.2 * MAX_DOCUMENT_BYTES
     assert texts == ["a", "b"]
     assert [(fault.kind, fault.position) for fault in faults] == [
         ("too long", 2),
@@ -359,14 +356,12 @@ def test_memory_does_not_grow_with_what_a_chunk_unpacks_to(tmp_path: Path, suffi
     data = b"\n" * 2**25
     # An .xz file says how much memory its dictionary takes; the least is 64 KiB.
     path.write_bytes(lzma.compress(data, preset=0) if suffix == ".xz" else COMPRESS[suffix](data))
-    tracemalloc.start()
-    try:
-        sizes = [len(block) for block, _ in blocks.read_blocks(Segment(path, 0, 1))]
-        peak_bytes = tracemalloc.get_traced_memory()[1]
-    finally:
-        tracemalloc.stop()
-    assert sum(sizes) == 2**25
-    assert peak_bytes < 4 * blocks.BLOCK_BYTES
+
+    def sizes() -> list[int]:
+        return [len(block) for block, _ in blocks.read_blocks(Segment(path, 0, 1))]
+
+    assert sum(sizes()) == 2**25
+    assert peak_bytes(sizes) < 4 * blocks.BLOCK_BYTES
 
 
 @pytest.mark.parametrize("suffix", ["", ".gz", ".bz2", ".xz", ".zst"])

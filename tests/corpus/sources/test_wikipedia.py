@@ -5,13 +5,13 @@ from __future__ import annotations
 import bz2
 import gzip
 import random
-import tracemalloc
 from collections import Counter
 from pathlib import Path
 from xml.sax.saxutils import escape
 
 import pytest
 from tests.circles import everyday
+from tests.command import peak_bytes
 
 from trainyard.corpus.sources import wikipedia
 from trainyard.corpus.sources.batch import Batch, Fault
@@ -157,15 +157,12 @@ def test_a_page_that_is_too_long_takes_no_memory(
 ) -> None:
     monkeypatch.setattr(wikipedia, "MAX_PAGE_BYTES", 2**21)
     path = write(tmp_path / "a.xml", [GOOD, page("Long", "x" * 30_000_000), GOOD])
-    tracemalloc.start()
     batches = read(path)
-    peak_bytes = tracemalloc.get_traced_memory()[1]
-    tracemalloc.stop()
     assert texts_of(batches) == ["Good\n\ngood"] * 2
     (fault,) = faults_of(batches)
     assert (fault.kind, fault.position) == ("too long", 2)
     assert "the page 'Long' is longer than" in fault.detail
-    assert peak_bytes < 20_000_000
+    assert peak_bytes(lambda: read(path)) < 20_000_000
 
 
 def test_damage_comes_after_what_was_good(tmp_path: Path) -> None:
