@@ -63,10 +63,9 @@ def profile_steps(
     activities = [ProfilerActivity.CPU]
     if device.type == "cuda":
         activities.append(ProfilerActivity.CUDA)
-    for n_steps in (REHEARSALS, PROFILED_STEPS):
-        # The rehearsal imports what is imported late, without places: PyTorch names the frame of
-        # a module's first run after its code is freed, so by garbage that fails to decode.
-        has_places = with_places and n_steps == PROFILED_STEPS
+    # The rehearsal imports what is imported late, without places: PyTorch names the frame of
+    # a module's first run after its code is freed, so by garbage that fails to decode.
+    for n_steps, has_places in ((REHEARSALS, False), (PROFILED_STEPS, with_places)):
         # Without "verbose", operators lack their callers.
         config = _ExperimentalConfig(verbose=True) if has_places else None
         with (

@@ -16,7 +16,7 @@ advance, so that the large gradient need not be read again. In fp16 it is applie
 whose largest factor is 1, so it cannot overflow them.
 
 Compiled, two kernels read the logits, and one of them writes the gradient over them; with the three
-matmuls that is 12 bytes per 16-bit logit. Otherwise their exponentials are in fp32: 42 bytes.
+matmuls that is 12 bytes per 16-bit logit. Otherwise their exponentials are in fp32: 50 bytes.
 
 A z-loss of coefficient z adds z log^2(sum of exp(logits)) of each token to what is minimized, and
 2 z log(sum of exp(logits)) softmax(logits) to the gradient of its logits. The returned loss remains

@@ -188,7 +188,7 @@ def own_program(model: Model, scaling: Scaling, *, is_compiled: bool) -> Program
         stream_bytes=twice(24),
         heads_bytes=twice(6),
         mlp_bytes=twice(6),
-        logit_bytes=24,
+        logit_bytes=44,
         block_kernels=twice(47 if model.dropout else 12),
         fp8_kernels=twice(129),
         matrix_kernels=336,

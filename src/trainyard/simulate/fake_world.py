@@ -58,8 +58,12 @@ from trainyard.simulate.accounting import replaced
 
 # Mesh functions that compute with real numbers even in fake mode.
 _METHODS_OF_MESHES = (
-    *("__init__", "__getitem__", "_concatenate", "_flatten"),
-    *("get_local_rank", "get_coordinate"),
+    "_concatenate",
+    "__init__",
+    "__getitem__",
+    "_flatten",
+    "get_local_rank",
+    "get_coordinate",
 )
 
 

@@ -153,7 +153,7 @@ class Outputs:
 
     def __init__(self, folder: Path, run: Run) -> None:
         # Later times count from here, so that a clock set meanwhile adds no hours to the run.
-        self._epoch = time.time() - time.monotonic()
+        self._epoch = time.time() - _seconds_since_boot()
         self._wandb = _start_wandb(folder, run) if run.log.wandb_project else None
         self._lines = _Lines(folder / "metrics.jsonl")
         self._tensorboard = _start_tensorboard(folder, run) if run.log.tensorboard else None
@@ -161,7 +161,7 @@ class Outputs:
     def write(self, kind: str, values: dict[str, Any]) -> None:
         """Writes one object to every output; numbers that are not finite become null."""
         finite = {k: v for k, v in values.items() if not isinstance(v, float) or math.isfinite(v)}
-        now = self._epoch + time.monotonic()
+        now = self._epoch + _seconds_since_boot()
         record = {"kind": kind, "time": now, **dict.fromkeys(values), **finite}
         self._lines.add(json.dumps(record) + "\n")
         group = "test" if values.get("split") == "test" else kind
@@ -192,6 +192,11 @@ class Outputs:
         except OSError as error:
             logger.warning("cannot write TensorBoard files, and stopped: %s", error)
             self._tensorboard = None
+
+
+def _seconds_since_boot() -> float:
+    """Seconds that also pass while a laptop sleeps, where the system counts them."""
+    return time.clock_gettime(getattr(time, "CLOCK_BOOTTIME", time.CLOCK_MONOTONIC))
 
 
 class _Lines:

@@ -453,11 +453,60 @@ def test_what_was_damaged_between_two_commands_is_made_anew(
         path.unlink()
     else:
         path.write_bytes(harm(path.read_bytes()))
-    for record in (work / "done").iterdir():
-        os.utime(record, (0, 0))  # clocks of files tick slowly
     run(corpus)
     assert read_output(prefix_of(corpus)) == expected
-    assert harm is None or f"{path.name.partition('.')[0]} is damaged" in caplog.text
+    assert f"{path.name.partition('.')[0]} is damaged or lost" in caplog.text or "done" in name
+
+
+def stop_before_the_join(corpus: Corpus, monkeypatch: pytest.MonkeyPatch, n_joins: int = 0) -> Path:
+    """Prepares a corpus until so many outputs are made; gives the work folder."""
+    join, made = CorpusWorker._join, []
+
+    def join_some(self: CorpusWorker, number: int) -> bool:
+        if len(made) == n_joins:
+            raise KeyboardInterrupt
+        made.append(number)
+        return join(self, number)
+
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(CorpusWorker, "_join", join_some)
+        run(corpus)
+    return work_path(corpus)
+
+
+def test_an_output_that_went_away_is_made_anew(
+    corpus: Corpus, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    corpus = change(corpus, files_per_output=2)
+    stop_before_the_join(corpus, monkeypatch, 1)
+    (made,) = Path(corpus.output).parent.glob("out_*.bin")
+    content = made.read_bytes()
+    made.unlink()
+    run(corpus)
+    assert made.read_bytes() == content
+
+
+def test_a_part_without_tokens_that_went_away_is_made_anew(
+    small: Corpus, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "in/a.jsonl").write_bytes(lines(["", "a"]))
+    (tmp_path / "in/b.jsonl").write_bytes(lines(["", ""]))
+    work = stop_before_the_join(small, monkeypatch)
+    for path in (work / "parts").glob("*.bin"):
+        path.unlink()
+    assert run(small).sequences == 1
+
+
+def test_a_damaged_record_does_not_hide_an_unreadable_document(
+    corpus: Corpus, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with pytest.raises(DataError) as first:
+        run(corpus, on_error="stop")
+    done = min((work_path(corpus) / "done").iterdir())
+    done.write_bytes(zeros(done.read_bytes()))
+    with pytest.raises(DataError) as again:
+        run(corpus, on_error="stop")
+    assert again.value.problem == first.value.problem
 
 
 def test_a_command_that_is_killed_may_be_given_again_any_number_of_times(

@@ -119,7 +119,7 @@ class WorkFolder:
         self.parts = path / "parts"
         self.scratch = path / "scratch" / worker
         self._stale_seconds = stale_seconds
-        self._joined_ns = 0
+        self._before: frozenset[str] = frozenset()
         # By process: what it said last, when that changed, when it was looked at.
         self._seen: dict[str, tuple[bytes | None, float, float]] = {}
 
@@ -205,19 +205,20 @@ class WorkFolder:
         """Announces this process; to be called before it claims."""
         self.scratch.mkdir(exist_ok=True)
         self.beat(WorkerState(started=time.time()))
-        self._joined_ns = (self.path / "workers" / self.worker).stat().st_mtime_ns
+        self._before = frozenset(self.names("done"))
+
+    def is_done(self, piece: str) -> bool:
+        """Returns whether a piece is finished."""
+        return (self.path / "done" / piece).exists()
 
     def is_of_before(self, piece: str) -> bool:
         """Returns whether a piece was done before this process joined, or no longer is."""
-        try:
-            return (self.path / "done" / piece).stat().st_mtime_ns < self._joined_ns
-        except FileNotFoundError:
-            return True
+        return piece in self._before or not self.is_done(piece)
 
     def redo(self, piece: str) -> None:
-        """Puts a finished piece back."""
-        (self.path / "done" / piece).unlink(missing_ok=True)
-        (self.path / "todo" / f"{piece}.0").touch()
+        """Puts a finished piece back, unless another process did."""
+        with suppress(FileNotFoundError):
+            (self.path / "done" / piece).rename(self.path / "todo" / f"{piece}.0")
 
     def is_joined(self) -> bool:
         """Returns whether this is still the folder that this process joined."""

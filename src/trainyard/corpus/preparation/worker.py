@@ -16,9 +16,9 @@ import os
 import random
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import suppress
-from itertools import accumulate
+from itertools import accumulate, chain
 from pathlib import Path
 
 import msgspec
@@ -32,7 +32,7 @@ from trainyard.corpus.preparation.join import (
     check_unchanged,
     join_output,
 )
-from trainyard.corpus.preparation.plan import PreparationPlan
+from trainyard.corpus.preparation.plan import Output, PreparationPlan
 from trainyard.corpus.preparation.unit import (
     Place,
     UnitResult,
@@ -86,15 +86,16 @@ def piece_names(plan: PreparationPlan) -> list[str]:
 
 def is_prepared(plan: PreparationPlan) -> bool:
     """Returns whether every output exists and was made from this plan."""
+    return all(_is_made(plan, output) for output in plan.outputs)
+
+
+def _is_made(plan: PreparationPlan, output: Output) -> bool:
     try:
-        for output in plan.outputs:
-            sidecar = load_sidecar(output.prefix)
-            sidecar.check_sizes(output.prefix)
-            if sidecar.recipe != plan.recipe:
-                return False
+        sidecar = load_sidecar(output.prefix)
+        sidecar.check_sizes(output.prefix)
     except DataError:
         return False
-    return True
+    return sidecar.recipe == plan.recipe
 
 
 def read_result(path: Path) -> UnitResult:
@@ -123,7 +124,7 @@ class CorpusWorker:
         self._state = WorkerState(started=time.time())
         self._joins = {join_name(number) for number in range(len(plan.outputs))}
         self._compares = list_compares(plan)
-        self._sound: set[tuple[str, str]] = set()
+        self._sound: set[tuple[str, bool]] = set()
         self._pause = FIRST_PAUSE_SECONDS
 
     def work(self, on_beat: Callable[[], None]) -> None:
@@ -136,6 +137,10 @@ class CorpusWorker:
         ended = threading.Event()
         try:
             self._folder.join()
+            for number, output in enumerate(self._plan.outputs):
+                piece = join_name(number)
+                if self._folder.is_done(piece) and not _is_made(self._plan, output):
+                    self._put_back(piece)
             heart = threading.Thread(target=self._beat, args=(ended, on_beat), daemon=True)
             heart.start()
             try:
@@ -227,14 +232,12 @@ class CorpusWorker:
         try:
             if kind == "unit":
                 self._do_unit(claim, int(number))
-            elif self._redo_damaged(kind, int(number)):
-                self._folder.release(claim)
-            elif kind == "join":
-                self._join(int(number))
+            elif kind == "join" and self._join(int(number)):
                 self._folder.finish(claim, b"{}")
-            else:
-                self._compare(int(number))
+            elif kind == "compare" and self._compare(int(number)):
                 self._publish(claim, UnitResult())
+            else:
+                self._folder.release(claim)
         except UnreadableDocumentError as error:
             self._folder.stop(claim, msgspec.json.encode(error.place))
         except BaseException:
@@ -268,28 +271,25 @@ class CorpusWorker:
             path.replace(self._folder.parts / path.name)
         self._folder.finish(claim, seal(msgspec.json.encode(result)))
 
-    def _redo_damaged(self, kind: str, number: int) -> bool:
-        """Puts back what a piece needs and is damaged; returns whether anything is.
+    def _are_sound(self, pieces: Iterable[str], *, with_tokens: bool) -> bool:
+        """Returns whether finished pieces are whole; puts back those that are not.
 
-        Looks at what was done before this process began: afterwards the machine has not crashed.
+        Looks at what was done before this process began, when a machine may have crashed.
         """
-        needed = range(len(self._plan.units))
-        compares = range(len(self._compares) if kind == "join" else 0)
-        if kind == "join":
-            needed = self._plan.outputs[number].units
-        pieces = {*map(unit_name, needed), *map(compare_name, compares)}
-        damaged = [
-            piece
-            for piece in sorted(pieces)
-            if (kind, piece) not in self._sound
-            and self._folder.is_of_before(piece)
-            and not self._is_sound(piece, with_tokens=kind == "join")
-        ]
-        self._sound |= {(kind, piece) for piece in pieces.difference(damaged)}
-        for piece in damaged:
-            _log.warning("%s/%s is damaged; it is made anew", self._folder.path, piece)
-            self._folder.redo(piece)
-        return bool(damaged)
+        n_bad = 0
+        for piece in pieces:
+            if (piece, with_tokens) in self._sound or not self._folder.is_of_before(piece):
+                continue
+            if self._is_sound(piece, with_tokens=with_tokens):
+                self._sound.add((piece, with_tokens))
+                continue
+            self._put_back(piece)
+            n_bad += 1
+        return n_bad == 0
+
+    def _put_back(self, piece: str) -> None:
+        _log.warning("%s: %s is damaged or lost; it is made anew", self._folder.path, piece)
+        self._folder.redo(piece)
 
     def _is_sound(self, piece: str, *, with_tokens: bool) -> bool:
         parts = self._folder.parts
@@ -299,9 +299,11 @@ class CorpusWorker:
                 with (parts / f"{piece}{suffix}").open("rb") as file:
                     if hashlib.file_digest(file, "sha256").hexdigest() != checksum:
                         return False
-            end = 0
+            path, end = parts / f"{piece}.bin", 0
+            if piece.startswith("unit") and not path.exists():
+                return False
             for block in result.blocks if with_tokens else []:
-                place = FileBlock(parts / f"{piece}.bin", end, block.n_bytes)
+                place = FileBlock(path, end, block.n_bytes)
                 if place.read_digest().hex() != block.sha256:
                     return False
                 end += block.n_bytes
@@ -317,12 +319,15 @@ class CorpusWorker:
     def _part(self, number: int) -> Path:
         return self._folder.parts / unit_name(number)
 
-    def _compare(self, number: int) -> None:
-        """Finds the documents that repeat an earlier one by one key."""
+    def _compare(self, number: int) -> bool:
+        """Finds the documents that repeat an earlier one by one key; False: a unit is missing."""
         step, columns = self._compares[number]
+        if not self._are_sound(map(unit_name, range(len(self._plan.units))), with_tokens=False):
+            return False
         keys = [Path(f"{self._part(n)}.keys-{step}.npy") for n in range(len(self._plan.units))]
         made = self._folder.scratch / f"{compare_name(number)}.mask"
         save_array(made.with_suffix(".ends.npy"), find_repeats(columns, keys, made))
+        return True
 
     def _read_repeats(self, number: int) -> npt.NDArray[np.uint8] | None:
         """Returns for each document of a unit the first step that drops it, from 1; 0: none."""
@@ -338,8 +343,12 @@ class CorpusWorker:
                 marks[found & (marks == 0)] = step + 1
         return marks
 
-    def _join(self, number: int) -> None:
+    def _join(self, number: int) -> bool:
+        """Makes an output; False: a piece that it needs is missing."""
         output = self._plan.outputs[number]
+        compares = map(compare_name, range(len(self._compares)))
+        if not self._are_sound(chain(compares, map(unit_name, output.units)), with_tokens=True):
+            return False
         units = self._read_finished(output.units)
         for unit in units:
             if unit.result.places and not self._quarantine:
@@ -350,8 +359,12 @@ class CorpusWorker:
                 )
         # An output may be empty, a corpus may not.
         if all(unit.result.documents == unit.result.empty_documents for unit in units):
-            check_not_empty(self._plan, self._read_finished(range(len(self._plan.units))))
+            every = range(len(self._plan.units))
+            if not self._are_sound(map(unit_name, every), with_tokens=False):
+                return False
+            check_not_empty(self._plan, self._read_finished(every))
         join_output(self._plan, output, units, self._folder.scratch)
+        return True
 
     def _read_finished(self, numbers: range) -> list[FinishedUnit]:
         results = [self._read_result(unit_name(number)) for number in numbers]
@@ -391,6 +404,10 @@ class CorpusWorker:
         for number in range(first - 1, -1, -1):
             if unit[0].start == 0:
                 break
-            lines += self._read_result(unit_name(number)).n_lines
+            try:
+                lines += self._read_result(unit_name(number)).n_lines
+            except DataError:
+                self._put_back(unit_name(number))
+                return
             unit = self._plan.units[number]
         raise place.to_error(lines)
