@@ -15,6 +15,7 @@ import random
 import sys
 import tempfile
 import threading
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -86,9 +87,10 @@ def texts(seed: int) -> list[str]:
 def main() -> None:
     """Serves them until this process is ended."""
     host, port = sys.argv[1:]
-    with tempfile.TemporaryDirectory() as folder, serving(host, int(port)) as server:
-        publish_corpora(server, Path(folder))
-        threading.Event().wait()
+    with tempfile.TemporaryDirectory() as folder:
+        publish = partial(publish_corpora, folder=Path(folder))
+        with serving(host, int(port), publish):
+            threading.Event().wait()
 
 
 if __name__ == "__main__":

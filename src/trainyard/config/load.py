@@ -225,8 +225,8 @@ def parse_toml(text: str, name: str) -> dict[str, Any]:
     except RecursionError:
         raise ConfigError(f"{name} nests too deeply", "put values in sections, no deeper") from None
     except ValueError as error:  # TOMLDecodeError, or a number with thousands of digits
-        is_bare = str(error).startswith("Invalid value")
-        hint = 'texts need quotes: name = "my-run"' if is_bare else "mend that line: toml.io"
+        is_twice = str(error).startswith("Cannot")
+        hint = "give each field once" if is_twice else 'texts need quotes: name = "my-run"'
         raise ConfigError(f"{name} is not valid TOML: {error}", hint) from None
 
 

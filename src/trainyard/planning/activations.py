@@ -177,11 +177,13 @@ class MicroBatch:
         n_rows = math.ceil(self.n_tokens / n_chunks)
         is_cast = value < FP32_BYTES
         matrix = value * V * self.run.model.d_model if is_cast else 0
-        product, matrix = matrix, 0 if self.shares_head else matrix
+        # A GPU's matmul gives fp32, but for the loss scale of fp16.
+        is_fp16 = self.run.precision.formats.compute == FP16
+        product = matrix if is_fp16 or not self.on_gpu else 0
+        matrix = 0 if self.shares_head else matrix
         hidden, weight = self.hidden, 0 if self.adds_ends else self.head_gradient
-        if self.adds_ends:  # by the matmul, but for the loss scale of fp16
-            is_fp16 = self.run.precision.formats.compute == FP16
-            product = product + self.head_gradient if is_fp16 else 0
+        if self.adds_ends and is_fp16:
+            product += self.head_gradient
         has_copy = is_cast and not (self.compiles and self.topology.tensor == 1)
         logits = n_rows * V * (value + has_copy * FP32_BYTES)
         rows = value * n_rows * self.run.model.d_model

@@ -13,7 +13,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from email.utils import formatdate
@@ -190,8 +190,11 @@ class Handler(BaseHTTPRequestHandler):
 
 
 @contextmanager
-def serving(host: str = "127.0.0.1", port: int = 0) -> Iterator[Server]:
+def serving(
+    host: str = "127.0.0.1", port: int = 0, publish: Callable[[Server], None] = lambda _: None
+) -> Iterator[Server]:
     with Server(host, port) as server:
+        publish(server)  # before the first answer, not before the first connection
         thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
         thread.start()
         try:

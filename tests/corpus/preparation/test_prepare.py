@@ -490,7 +490,7 @@ def test_a_part_without_tokens_that_went_away_is_made_anew(
     small: Corpus, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "in/a.jsonl").write_bytes(lines(["", "a"]))
-    (tmp_path / "in/b.jsonl").write_bytes(lines(["", ""]))
+    (tmp_path / "in/b.jsonl").write_bytes(lines([""] * 400))
     work = stop_before_the_join(small, monkeypatch)
     for path in (work / "parts").glob("*.bin"):
         path.unlink()
