@@ -20,6 +20,10 @@ from tests.circles import is_in_part
 from tests.leftovers import collect_what_failed, ended_with_the_block, logging_as_before
 from tests.waiting import WATCHDOG_SECONDS, prepare_fork
 
+if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:
+    # Under nohup this process goes on after a hangup; what it starts gets the signal as usual.
+    signal.signal(signal.SIGHUP, lambda *_: None)
+
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--layouts", type=int, default=3, help="how many test_layout_walk.py visits")
