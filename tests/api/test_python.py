@@ -56,6 +56,8 @@ def test_a_plan_is_the_one_of_the_command() -> None:
     assert str(report) == render_plan(report).plain
     assert plan_as_json(report)["fits"] is True
     assert not trainyard.plan("gpt3-175b", gpu="h100", gpus=1).fits
+    with pytest.raises(trainyard.TrainyardError, match="0 devices"):
+        trainyard.plan("gpt3-1.3b", gpu="h100", gpus=0)
 
 
 def test_a_run_is_loaded_from_a_name_or_a_run() -> None:

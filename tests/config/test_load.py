@@ -166,6 +166,8 @@ def test_broken_toml_names_file_and_place(tmp_path: Path) -> None:
     assert error.problem.startswith(f"{path} is not valid TOML")
     assert "line 2" in error.problem
     assert error.hint == 'texts need quotes: name = "my-run"'
+    twice = problem_of(write(tmp_path, "twice.toml", "name = 'a'\nname = 'b'\n"))
+    assert twice.hint == "give each field once"
 
 
 # -- several problems, each with its place

@@ -6,6 +6,7 @@ import json
 import logging
 import resource
 import signal
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -16,6 +17,8 @@ from tensorboard.plugins.custom_scalar import layout_pb2
 from tensorboard.plugins.hparams.plugin_data_pb2 import HParamsPluginData
 
 from trainyard.config.run import Log, Run
+from trainyard.errors import MachineError
+from trainyard.files import publish_text
 from trainyard.training.metrics import Outputs
 
 
@@ -30,6 +33,24 @@ def no_file_above(n_bytes: int) -> Iterator[None]:
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
         signal.signal(signal.SIGXFSZ, handler)
+
+
+def test_a_clock_that_is_set_adds_no_time(
+    tiny_run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    outputs = Outputs(tmp_path, tiny_run)
+    outputs.write("train", {"step": 1})
+    tomorrow = time.time() + 86400
+    monkeypatch.setattr(time, "time", lambda: tomorrow)
+    outputs.write("train", {"step": 2})
+    first, second = map(json.loads, (tmp_path / "metrics.jsonl").read_text().splitlines())
+    assert 0 <= second["time"] - first["time"] < 43200
+
+
+def test_a_limit_of_file_sizes_is_hinted_at(tmp_path: Path) -> None:
+    with no_file_above(10), pytest.raises(MachineError) as caught:
+        publish_text(tmp_path / "a", "text" * 10)
+    assert "ulimit -f" in caught.value.hint
 
 
 def test_a_line_without_room_is_left_out_and_told_once(

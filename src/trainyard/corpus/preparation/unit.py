@@ -80,7 +80,7 @@ class UnitResult(msgspec.Struct, kw_only=True):
     quarantined: dict[str, int] = msgspec.field(default_factory=dict)
     places: list[Place] = msgspec.field(default_factory=list)
     blocks: list[BlockChecksum] = msgspec.field(default_factory=list)
-    """Of the part's .bin."""
+    """Checksums of the blocks of its .bin."""
     files: dict[str, str] = msgspec.field(default_factory=dict)
     """Checksums of its other files, by what follows the piece's name."""
 
