@@ -474,6 +474,17 @@ def stop_before_the_join(corpus: Corpus, monkeypatch: pytest.MonkeyPatch, n_join
     return work_path(corpus)
 
 
+def test_a_record_that_counts_otherwise_is_made_anew(
+    corpus: Corpus, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    work = stop_before_the_join(corpus, monkeypatch)
+    record = work / "done/unit-000001"
+    content = record.read_bytes()
+    record.write_bytes(content.replace(b'"tokens":', b'"tokens":1', 1))
+    assert record.read_bytes() != content
+    assert run(corpus).tokens == IndexedDataset(prefix_of(corpus)).n_tokens
+
+
 def test_an_output_that_went_away_is_made_anew(
     corpus: Corpus, monkeypatch: pytest.MonkeyPatch
 ) -> None:
