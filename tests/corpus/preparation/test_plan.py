@@ -178,3 +178,16 @@ def test_other_orders_units_and_versions_are_named(folder: Path) -> None:
     ):
         with pytest.raises(DataError, match=problem):
             now.identity.check_equal(other, "data/web.work was begun", "")
+
+
+def test_hard_links_of_one_file_are_refused(folder: Path) -> None:
+    (folder / "d.jsonl").hardlink_to(folder / "a.jsonl")
+    with pytest.raises(DataError, match=r"d\.jsonl and .*a\.jsonl are hard links of one file"):
+        plan(folder)
+
+
+def test_a_hard_link_from_elsewhere_is_read(folder: Path) -> None:
+    expected = plan(folder).recipe
+    (folder.parent / f"{folder.name}-elsewhere").hardlink_to(folder / "a.jsonl")
+    os.utime(folder / "a.jsonl", ns=(10**18, 10**18))
+    assert plan(folder).recipe == expected

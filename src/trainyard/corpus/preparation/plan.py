@@ -152,8 +152,14 @@ def list_sources(corpus: Corpus) -> tuple[list[SourceRecord], Counter[str]]:
     """
     files, skipped = scan_inputs(corpus.inputs)
     sources = []
+    linked: dict[tuple[int, int], Path] = {}
     for path in files:
         status = path.stat()
+        if status.st_nlink > 1:
+            first = linked.setdefault((status.st_dev, status.st_ino), path)
+            if first != path:
+                problem = f"{printable(path)} and {printable(first)} are hard links of one file"
+                raise DataError(problem, "name one of them: else each document is tokenized twice")
         sources.append(SourceRecord(path.as_posix(), status.st_size, status.st_mtime_ns))
     return sources, skipped
 
