@@ -314,9 +314,7 @@ def test_every_named_change_works(values: dict[str, Any]) -> None:
         resolve(run, values["n_ranks"])
     except ConfigError as error:
         changes = named_changes(error.hint)
-        if not changes:
-            n_ranks, batch = map(int, re.findall(r"\d+", error.hint))
-            changes = [{"n_ranks": n_ranks, "global_batch_size": batch, "ramp": None}]
+        assert changes or "--search" in error.hint
         for change in changes:
             assert is_allowed(apply(values, change)), (str(error), change)
 
@@ -331,10 +329,10 @@ def refusal(n_ranks: int | None, *overrides: str) -> ConfigError:
     return caught.value
 
 
-def test_a_number_of_ranks_far_from_that_there_is_gives_way_to_another_cut() -> None:
+def test_ranks_that_no_single_change_suits_need_another_layout() -> None:
     with pytest.raises(ConfigError) as caught:
         resolve(load_run("gpt3-175b").run, 1024)
-    assert caught.value.hint == ("nearest that works: parallel.tensor=2 with train.batch_ramp=none")
+    assert caught.value.hint == "trainyard plan --search lists layouts of 1,024 ranks, if any"
 
 
 def test_ranks_that_do_not_divide() -> None:
@@ -344,8 +342,6 @@ def test_ranks_that_do_not_divide() -> None:
     )
     assert error.hint == "nearest that works: 4 ranks"
     assert refusal(2, "parallel.tensor=4").hint == "nearest that works: 4 ranks"
-    error = refusal(3, "parallel.pipeline=2", "train.global_batch_size=1")
-    assert error.hint == "2 ranks work with batches in multiples of 2 sequences"
 
 
 def test_batches_that_do_not_divide() -> None:
@@ -381,9 +377,7 @@ def test_micro_batches_that_a_schedule_does_not_take() -> None:
         "parallel.schedule='1f1b' on parallel.pipeline=2 needs 2 micro batches or more, "
         "but a batch of 8 on 16 ranks is 1"
     )
-    assert error.hint == (
-        'nearest that works: 8 ranks, or train.global_batch_size=16, or parallel.schedule="gpipe"'
-    )
+    assert error.hint == "nearest that works: 8 ranks, or train.global_batch_size=16"
     interleaved = [
         "model.n_layers=8",
         "parallel.pipeline=4",

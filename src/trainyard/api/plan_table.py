@@ -18,10 +18,9 @@ from trainyard.planning.flops import describe_formula, figures_by_formula, model
 from trainyard.planning.hardware import Machine
 from trainyard.planning.layout_check import describe_layout
 from trainyard.planning.memory import RankMemory
-from trainyard.planning.remedies import Remedy
 from trainyard.planning.resolve import Plan
 from trainyard.planning.saving import checkpoint_bytes
-from trainyard.planning.search import fits, usable_bytes
+from trainyard.planning.search import Remedy, fits, usable_bytes
 from trainyard.planning.time import StepTime
 from trainyard.planning.traffic import Traffic, busiest_rank
 from trainyard.topology import AXES
@@ -86,7 +85,7 @@ def render_plan(report: Report) -> Text:
         for title, line in section(report):
             _append(text, title, line)
     if report.remedies:
-        _append(text, "to make it fit", "smallest changes, cheapest step first:")
+        _append(text, "to make it fit", "cheapest step first:")
         for remedy in report.remedies:
             time, n = remedy.candidate.time, remedy.candidate.plan.n_ranks
             left = format_bytes(remedy.candidate.memory.peak_bytes)

@@ -112,7 +112,7 @@ def build_report(
     storage: tuple[float, ...] = (GIGA,),
     price: float | None = None,
 ) -> Report:
-    """Plans a run; includes the smallest changes if it does not fit.
+    """Plans a run; includes changes that make it fit if it does not.
 
     Raises:
         ConfigError: the run cannot use this number of devices.
@@ -123,10 +123,9 @@ def build_report(
     from trainyard.planning.cost import corpora_use, run_cost
     from trainyard.planning.hardware import find_extremes
     from trainyard.planning.memory import rank_memory
-    from trainyard.planning.remedies import smallest_changes
     from trainyard.planning.resolve import resolve
     from trainyard.planning.saving import host_bytes
-    from trainyard.planning.search import is_gpu
+    from trainyard.planning.search import find_remedies, is_gpu
     from trainyard.planning.time import step_time
 
     planned = resolve(run, n_devices)
@@ -151,8 +150,7 @@ def build_report(
     report = Report(run, planned, memories, corpora, machine, time, cost, extremes=extremes)
     if report.fits:
         return report
-    remedies = smallest_changes(run, machine, n_devices)
-    return replace(report, remedies=remedies)
+    return replace(report, remedies=find_remedies(run, machine, n_devices))
 
 
 def find_sizes(run: Run) -> dict[str, int]:

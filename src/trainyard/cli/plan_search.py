@@ -20,11 +20,11 @@ from trainyard.files import publish_text
 from trainyard.log import print_lines
 from trainyard.planning.hardware import Machine
 from trainyard.planning.layout_check import describe_layout
-from trainyard.planning.remedies import fewest_devices
 from trainyard.planning.search import (
     Candidate,
     explain_loss,
     fits,
+    hint_where_none_fits,
     is_legal,
     predict,
     rescale,
@@ -90,7 +90,7 @@ def print_search(
     if not candidates:
         raise MachineError(
             f"{run.name}: no layout fits on {describe_devices(machine, n_devices)}",
-            fewest_devices(run, machine, n_devices),
+            hint_where_none_fits(run, machine, n_devices),
         )
     found = SearchResult(candidates, {})
     if n_measured is not None:

@@ -112,7 +112,7 @@ def name_device_errors(run: Run, plan: Plan, device: torch.device) -> Iterator[N
         found = str(error).splitlines()[0].partition(" Of the allocated")[0]
         raise MachineError(
             f"{run.name} does not fit into the memory of {device_name(device)}: {found}",
-            memory_hint(run, plan.n_ranks),
+            memory_hint(run),
         ) from None
     except RuntimeError as error:
         name, found, _ = str(error).partition(" does not have a deterministic implementation")

@@ -41,6 +41,8 @@ from trainyard.launch.heartbeat import ANOTHER, Heartbeat, HeartbeatReader, end_
 from trainyard.topology import name_ranks
 
 COLLECTIVE_TIMEOUT = timedelta(days=1)  # parent processes detect and name hung ranks
+JOIN_SECONDS = 300.0
+"""For all ranks to join: nodes that import torch from a busy file system differ by minutes."""
 FAREWELL_SECONDS = 10.0
 FAILURE_SECONDS = 2.0
 POLL_SECONDS = 0.1
@@ -61,7 +63,7 @@ class StartedRank:
 
 @contextmanager
 def start_ranks(
-    process: Process, device: torch.device, facts: Facts, timeout_seconds: float = 60.0
+    process: Process, device: torch.device, facts: Facts, timeout_seconds: float = JOIN_SECONDS
 ) -> Iterator[StartedRank]:
     """Initializes the process group of all ranks inside its block; does nothing for one rank.
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 from trainyard.architecture import head_layer, matmuls
@@ -26,8 +26,8 @@ RECOMPUTE = ("none", "attention", "block")
 """Least computation first."""
 FARTHEST = 8
 """Suggest rank counts up to this multiple, or down to this fraction, of the given one."""
-MOST_TENSOR = 8
-"""Tensor parallel sizes to propose: within a usual node."""
+EASIEST = ("1f1b", "gpipe")
+"""Schedules that take nearly any number of micro batches."""
 
 
 def find_topology(run: Run, n_ranks: int | None) -> Topology:
@@ -46,7 +46,7 @@ def find_topology(run: Run, n_ranks: int | None) -> Topology:
         n_ranks = ranks_per_replica(run) * fewest
     problems = _problems(run, n_ranks)
     if problems:
-        raise ConfigError("\n".join(problems), _remedies(run, n_ranks))
+        raise ConfigError("\n".join(problems), _fix(run, n_ranks))
     return Topology(
         pipeline=parallel.pipeline,
         replicate=parallel.data_replicate,
@@ -164,29 +164,14 @@ def _problems(run: Run, n_ranks: int) -> list[str]:
     return problems
 
 
-def ways_to_save_memory(run: Run) -> list[list[rules.Changes]]:
-    """Lists ways to save memory on the same ranks, each as changes to try, smallest first."""
-    parallel, micro = run.parallel, run.train.micro_batch_size
-    smaller = [n for n in reversed(rules.divisors(micro)) if n < micro]
-    more = RECOMPUTE[RECOMPUTE.index(parallel.recompute) + 1 :]
-    return [
-        [{"train.micro_batch_size": n} for n in smaller],
-        [{"parallel.recompute": kind} for kind in more],
-        [{"parallel.zero_stage": stage} for stage in range(parallel.zero_stage + 1, 4)],
+def memory_hint(run: Run) -> str:
+    """Suggests ways to save memory that a run has left."""
+    left = [
+        *(["train.micro_batch_size=1"] if run.train.micro_batch_size > 1 else []),
+        *(['parallel.recompute="block"'] if run.parallel.recompute != "block" else []),
+        *(["parallel.zero_stage=3"] if run.parallel.zero_stage < 3 else []),
     ]
-
-
-def memory_hint(run: Run, n_ranks: int) -> str:
-    """Suggests the smallest step of each way to save memory on the same ranks."""
-
-    def works(changed: Run) -> bool:
-        return not rules.broken_rules(changed) and not _problems(changed, n_ranks)
-
-    ways = ways_to_save_memory(run)
-    if n_ranks == ranks_per_replica(run):
-        ways.pop()  # ZeRO has nobody to share with
-    steps = [rules.describe(run, rules.first_working(run, way, works)) for way in ways]
-    return f"{', or '.join(filter(None, [*steps, 'more ranks']))}; see trainyard plan"
+    return f"{', or '.join([*left, 'more ranks'])}; trainyard plan says what fits"
 
 
 def _schedule_problem(run: Run, n_ranks: int, batch_size: int, n_micro_batches: int) -> str:
@@ -211,65 +196,22 @@ def _data_sizes(run: Run) -> Iterator[int]:
             yield data
 
 
-def _remedies(run: Run, n_ranks: int) -> str:
-    """Suggests the nearest number of ranks, and the nearest values for the given ranks.
-
-    Suggests a distant number of ranks only if nothing else works.
-    """
+def _fix(run: Run, n_ranks: int) -> str:
+    """Suggests the nearest number of ranks, and the nearest change for the given ranks."""
+    unit = ranks_per_replica(run)
+    numbers = [data * unit for data in _data_sizes(run)]
+    nearest = min(numbers, key=lambda n: abs(n - n_ranks), default=0)
+    fixes: list[rules.Fix] = []
+    if n_ranks % unit == 0:
+        fixes = ["parallel.data_replicate", "train.global_batch_size", "train.micro_batch_size"]
+        fixes += [{"train.batch_ramp": None}, *({"parallel.schedule": kind} for kind in EASIEST)]
 
     def works(changed: Run) -> bool:
-        return not rules.broken_rules(changed) and not _problems(changed, n_ranks)
+        return not _problems(changed, n_ranks) and not rules.broken_rules(changed)
 
-    def fix(way: Iterable[rules.Changes]) -> str:
-        return rules.describe(run, rules.first_working(run, way, works))
-
-    unit = ranks_per_replica(run)
-    numbers = rules.nearest((data * unit for data in _data_sizes(run)), n_ranks)[:1]
-    ranks = [format_number(number, "rank") for number in numbers]
-    is_near = bool(numbers) and n_ranks <= FARTHEST * numbers[0] <= FARTHEST**2 * n_ranks
-    working = ranks if is_near else []
-    data, rest = divmod(n_ranks, unit)
-    if not rest:
-        working += filter(None, map(fix, _ways(run, data)))
-        working = working or list(filter(None, [fix(_cuts(run, data))]))
-    working = working or ranks
-    if working:
-        return f"{rules.NEAREST}{', or '.join(working)}"
-    data = max(1, round(data / run.parallel.data_replicate)) * run.parallel.data_replicate
-    multiple = run.train.micro_batch_size * data * run.parallel.pipeline
-    return f"{data * unit} ranks work with batches in multiples of {multiple} sequences"
-
-
-def _ways(run: Run, data: int) -> list[Iterable[rules.Changes]]:
-    """Lists the ways to fit a run to its ranks, each as changes to try, nearest first."""
-    train, parallel = run.train, run.parallel
-    replicas = rules.nearest(rules.divisors(data), parallel.data_replicate)
-    step = train.micro_batch_size * data
-    batches = rules.nearest_multiples(step, train.global_batch_size, n_beyond=parallel.pipeline)
-    common = math.gcd(*rules.batch_fields(run).values())
-    micro_batches = rules.nearest(rules.divisors(common), train.micro_batch_size)
-    return [
-        ({"parallel.data_replicate": number} for number in replicas),
-        ({"train.global_batch_size": size} for size in batches),
-        ({"train.micro_batch_size": size} for size in micro_batches),
-        [{"train.batch_ramp": None}] if train.batch_ramp else [],
-        ({"parallel.schedule": schedule} for schedule in ("1f1b", "gpipe")),
-    ]
-
-
-def _cuts(run: Run, data: int) -> Iterator[rules.Changes]:
-    """Lists ways to shard the model over more ranks, the fewest first, with less data parallelism.
-
-    Those without a batch ramp are last.
-    """
-    model, parallel = run.model, run.parallel
-    tensors = [n for n in rules.divisors(data * parallel.tensor) if n <= MOST_TENSOR]
-    pipelines = [n for n in rules.divisors(data * parallel.pipeline) if n <= model.n_layers]
-    pairs = itertools.product(tensors, pipelines)
-    ordered = sorted(pairs, key=lambda pair: (pair[0] * pair[1], pair[1]))
-    for ramp, (tensor, pipeline) in itertools.product((run.train.batch_ramp, None), ordered):
-        if tensor >= parallel.tensor and pipeline >= parallel.pipeline:
-            changes = {"parallel.tensor": tensor, "parallel.pipeline": pipeline}
-            if pipeline > 1 and parallel.zero_stage == 2:
-                changes["parallel.zero_stage"] = 1
-            yield {**changes, "train.batch_ramp": ramp}
+    changes = rules.describe(run, rules.first_fix(run, fixes, works))
+    is_near = 0 < n_ranks <= FARTHEST * nearest <= FARTHEST**2 * n_ranks
+    working = [format_number(nearest, "rank")] if is_near else []
+    if working or changes:
+        return f"{rules.NEAREST}{', or '.join(filter(None, [*working, changes]))}"
+    return f"trainyard plan --search lists layouts of {format_number(n_ranks, 'rank')}, if any"

@@ -7,19 +7,16 @@ from __future__ import annotations
 
 import re
 import shutil
-from collections.abc import Iterator
 from pathlib import Path
 
 from trainyard.config import rules
 from trainyard.config.run import Run
 from trainyard.errors import MachineError
 from trainyard.planning.hardware import find_device, list_gpus
-from trainyard.planning.layout import ways_to_save_memory
 from trainyard.planning.memory import busiest_memory
-from trainyard.planning.remedies import SPARING
 from trainyard.planning.resolve import Plan, resolve
 from trainyard.planning.saving import checkpoint_bytes
-from trainyard.planning.search import USABLE_SHARE, is_legal
+from trainyard.planning.search import SAVINGS, USABLE_SHARE, is_legal
 from trainyard.units import format_bytes
 
 FORCE = "--force trains anyway"
@@ -56,7 +53,7 @@ def _refuse_without_memory(run: Run, plan: Plan, n_local_ranks: int) -> None:
         n_ranks = plan.n_ranks
         return is_legal(changed, n_ranks) and needed(changed, resolve(changed, n_ranks)) <= there
 
-    changes = rules.first_working(run, _smaller(run), works)
+    changes = rules.first_fix(run, SAVINGS, works)
     fix = rules.describe(run, changes, " ") or "a smaller model, or its ranks on more machines,"
     who = "a rank needs" if n_sharing == 1 else f"{n_sharing} ranks need"
     raise MachineError(
@@ -82,13 +79,6 @@ def _refuse_without_disk(run: Run, plan: Plan, folder: Path) -> None:
             f"{format_bytes(n_more * size)} more, and {place.resolve()} has {format_bytes(free)}",
             f"{fewer}free space, or make {folder / 'checkpoints'} a link to another disk; {FORCE}",
         )
-
-
-def _smaller(run: Run) -> Iterator[rules.Changes]:
-    """Lists changes that save memory on the same ranks, the smallest first."""
-    for start in ({}, {"train.micro_batch_size": 1}, SPARING):
-        for way in ways_to_save_memory(rules.change(run, start)):
-            yield from (start | changes for changes in way)
 
 
 def gpu_bytes(name: str) -> int | None:

@@ -64,6 +64,18 @@ FIELDS = (
     "train.micro_batch_size",
 )
 """Fields that a search sets."""
+SAVINGS: tuple[rules.Fix, ...] = (
+    "train.micro_batch_size",
+    {"parallel.recompute": "attention"},
+    {"parallel.recompute": "block"},
+    {"parallel.zero_stage": 3},
+    {"train.micro_batch_size": 1, "parallel.recompute": "attention"},
+    {"train.micro_batch_size": 1, "parallel.recompute": "block"},
+    {"train.micro_batch_size": 1, "parallel.recompute": "block", "parallel.zero_stage": 3},
+)
+"""Changes that save memory on the same devices, the smallest first."""
+MOST_TIMES_AS_MANY = 64
+"""Largest multiple of the device count to try."""
 FAMILY_FIELDS = tuple(
     name for name in FIELDS if name not in ("parallel.sequence", "parallel.chunks")
 )
@@ -83,6 +95,20 @@ class Candidate:
     def changes_from(self, run: Run) -> rules.Changes:
         """Returns the fields of a layout that differ from another run's."""
         return rules.differences(run, {name: field_value(self.run, name) for name in FIELDS})
+
+
+@dataclass(frozen=True)
+class Remedy:
+    """A change that makes a run fit."""
+
+    change: str
+    """As command-line arguments."""
+    candidate: Candidate
+
+    @property
+    def device_seconds(self) -> float:
+        """Cost of a step."""
+        return self.candidate.time.seconds * self.candidate.plan.n_ranks
 
 
 def predict(run: Run, machine: Machine, n_devices: int) -> Candidate:
@@ -136,6 +162,64 @@ def search(run: Run, machine: Machine, n_devices: int, most: int = 10) -> list[C
             family = tuple(field_value(candidate.run, name) for name in FAMILY_FIELDS)
             found.setdefault(family, candidate)
     return sorted(found.values(), key=lambda candidate: candidate.time.seconds)
+
+
+def find_remedies(run: Run, machine: Machine, n_devices: int) -> list[Remedy]:
+    """Lists changes that make a run fit, cheapest first; empty if none was found.
+
+    They are the smallest change and the fastest layout on the same devices; if none fits there, the
+    fastest layout on the smallest multiple of them.
+    """
+
+    def works(changed: Run) -> bool:
+        return is_legal(changed, n_devices) and fits(
+            predict(changed, machine, n_devices).memory, machine
+        )
+
+    changes = rules.first_fix(run, SAVINGS, works)
+    found = [predict(rules.change(run, changes), machine, n_devices)] if changes else []
+    found += search(run, machine, n_devices, most=1) or _on_more_devices(run, machine, n_devices)
+    remedies = {_describe(run, candidate, n_devices): candidate for candidate in found}
+    return sorted(
+        (Remedy(change, candidate) for change, candidate in remedies.items()),
+        key=lambda remedy: remedy.device_seconds,
+    )
+
+
+def hint_where_none_fits(run: Run, machine: Machine, n_devices: int) -> str:
+    """Returns a hint with the number of devices on which a layout of a run fits."""
+    without_ramp = rules.change(run, {"train.batch_ramp": None})
+    if run.train.batch_ramp and search(without_ramp, machine, n_devices, most=1):
+        return "train.batch_ramp=none: its first batches are too small for these ranks"
+    for candidate in _on_more_devices(run, machine, n_devices):
+        return f"one fits on {_describe(run, candidate, n_devices)}"
+    return "a smaller model, or devices with more memory"
+
+
+def _on_more_devices(run: Run, machine: Machine, n_devices: int) -> list[Candidate]:
+    """Finds the fastest layout that fits on the smallest multiple of the devices, if any.
+
+    The devices fill nodes, or equal parts of one.
+    """
+    usable, node = usable_bytes(machine), machine.devices_per_node
+    if usable is None:
+        return []
+    factor = math.ceil(least_state_bytes(run) / (n_devices * usable))
+    tried = 0
+    for n in range(factor * n_devices, MOST_TIMES_AS_MANY * n_devices + 1, n_devices):
+        if n < 2 * tried or (n % node and node % n):
+            continue
+        tried = n
+        if found := search(run, machine, n, most=1):
+            return found
+    return []
+
+
+def _describe(run: Run, candidate: Candidate, n_devices: int) -> str:
+    text = rules.describe(run, candidate.changes_from(run), ", ")
+    n = candidate.plan.n_ranks
+    more = f"{n:,} devices" if n != n_devices else ""
+    return " with ".join(filter(None, [more, text]))
 
 
 def least_state_bytes(run: Run) -> int:
