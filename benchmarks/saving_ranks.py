@@ -39,8 +39,7 @@ from trainyard.checkpoint.load import load_into
 from trainyard.checkpoint.save import SavingRank, save_checkpoint
 from trainyard.config.load import load_run
 from trainyard.errors import CheckpointError
-from trainyard.model.init import TensorShard
-from trainyard.parallel.placement import local_part, place
+from trainyard.parallel.placement import TensorShard, local_part, place
 
 FACTS = Facts(step=1, consumed_sequences=0, consumed_tokens=0, run={})
 State = dict[str, DTensor]

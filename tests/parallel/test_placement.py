@@ -4,8 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from trainyard.model.init import TensorShard
-from trainyard.parallel.placement import Placement, is_writer, local_part, place, whole
+from trainyard.parallel.placement import Placement, TensorShard, is_writer, local_part, place, whole
 
 
 @pytest.mark.parametrize("length", range(8))

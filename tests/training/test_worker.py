@@ -297,10 +297,10 @@ def test_speed_is_the_devices(
         (
             {"micro_batch_size": 4},
             2,
-            'train.micro_batch_size=2, or parallel.recompute="attention", or '
-            "parallel.zero_stage=3, or more ranks; see trainyard plan",
+            'train.micro_batch_size=1, or parallel.recompute="block", or '
+            "parallel.zero_stage=3, or more ranks; trainyard plan says what fits",
         ),
-        ({"micro_batch_size": 1}, 1, 'parallel.recompute="attention", or more ranks; see '),
+        ({"micro_batch_size": 1}, 1, 'parallel.recompute="block", or parallel.zero_stage=3, or '),
     ],
 )
 def test_a_full_gpu_is_one_message(

@@ -104,7 +104,7 @@ def open_predictor(
 
     with start_ranks(process, device, facts), name_device_errors(run, plan, device):
         mesh = build_mesh(plan.topology, process.rank, device)
-        parallel_model = ParallelModel(run, plan, mesh, dtype)
+        parallel_model = ParallelModel(run, plan, mesh, dtype, is_filled=True)
         _load_weights(trained, parallel_model)
         batch = run.train.global_batch_size
 

@@ -1,7 +1,9 @@
 """One rank's part of a model, and the passes of a step through it.
 
-    GPT, this rank's stages  ->  shard tokens  ->  shard layers  ->  initial weights  ->  FSDP
-         parallel/pipeline       context           tensor            model/init           data
+    GPT, this rank's stages  ->  shard tokens  ->  shard layers  ->  FSDP  ->  initial weights
+         parallel/pipeline       context           tensor            data      model/init
+
+Layers have no memory until they are sharded, so that no rank ever holds the whole model.
 
 Step, loop and optimizer see parameters with gradients and one loss; each module below handles one
 axis.
@@ -19,7 +21,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from trainyard.architecture import parameters_of
+from trainyard.architecture import ParameterSpec, parameters_of
 from trainyard.config.precisions import Stored
 from trainyard.config.rules import takes_cudnn
 from trainyard.config.run import Run
@@ -27,11 +29,11 @@ from trainyard.errors import MachineError
 from trainyard.model.attention import CUDNN, FLASH, attention_kernel, cudnn_can_attend
 from trainyard.model.documents import find_document_ends, pack_lengths
 from trainyard.model.gpt import GPT, compile_blocks
-from trainyard.model.init import TensorShard, initialize
+from trainyard.model.init import initialize
 from trainyard.model.linear import Layer, add_to_gradients, cast_once
 from trainyard.parallel.context import apply_context_parallel, refuse_ring, take_shard
 from trainyard.parallel.mesh import Mesh, device_name
-from trainyard.parallel.placement import is_distributed, local_part
+from trainyard.parallel.placement import TensorShard, is_distributed, local_part, place
 from trainyard.parallel.tensor import apply_tensor_parallel
 from trainyard.planning.hardware import is_amd_with_avx512
 from trainyard.planning.resolve import Plan
@@ -42,6 +44,8 @@ if TYPE_CHECKING:
     from trainyard.parallel.pipeline import Pipeline
 
 EMBEDDING = "embedding.weight"
+WITHOUT_MEMORY = "meta"
+"""The device of layers that are not sharded yet."""
 
 
 class MissingGradientError(Exception):
@@ -118,8 +122,10 @@ class ParallelModel:
         plan: of the run, on these ranks.
         mesh: the groups of this rank.
         compute_dtype: like that of `PrecisionPolicy`.
+        is_filled: whether a checkpoint will fill it: its weights are then zero, not drawn.
 
     Attributes:
+        is_filled: as given.
         stages: its parts of the model, by pipeline stage.
         local_parameters: its parameters, stage by stage.
         attention_kernel: its name, "cpu" on a CPU.
@@ -127,9 +133,15 @@ class ParallelModel:
     """
 
     def __init__(
-        self, run: Run, plan: Plan, mesh: Mesh, compute_dtype: torch.dtype | None = None
+        self,
+        run: Run,
+        plan: Plan,
+        mesh: Mesh,
+        compute_dtype: torch.dtype | None = None,
+        *,
+        is_filled: bool = False,
     ) -> None:
-        self.mesh = mesh
+        self.mesh, self.is_filled = mesh, is_filled
         self._parallel = run.parallel
         self._is_tied = run.model.tied_embeddings
         self._precision = PrecisionPolicy(run, compute_dtype)
@@ -137,6 +149,9 @@ class ParallelModel:
         self.attention_kernel = choose_attention(run, self._precision.compute_dtype, mesh.device)
         numbers = range(mesh.coordinates.pipeline, len(plan.stages), mesh.topology.pipeline)
         self.stages = {number: self._build_stage(run, plan, number) for number in numbers}
+        for model in self.stages.values():
+            if not is_filled:
+                initialize(model, run.train.seed, self._store)
         # Now, because FSDP swaps parameters between a forward and a backward pass.
         self.local_parameters = [
             LocalParameter(
@@ -180,21 +195,19 @@ class ParallelModel:
     def _build_stage(self, run: Run, plan: Plan, number: int) -> GPT:
         mesh, parallel, blocks = self.mesh, run.parallel, plan.stages[number]
         padded = plan.padded_vocabulary_size
-        model = GPT(run.model, padded, self._precision.compute_dtype, parallel.recompute, blocks)
-        self._choose_kernels(model, run)
-        if mesh.context is not None:
-            refuse_ring(run, mesh.device)
-            apply_context_parallel(model, mesh.context, parallel.context_method)
-        if mesh.tensor is not None:
-            apply_tensor_parallel(model, mesh.tensor, parallel)
+        with torch.device(WITHOUT_MEMORY if mesh.topology.n_ranks > 1 else mesh.device):
+            model = GPT(
+                run.model, padded, self._precision.compute_dtype, parallel.recompute, blocks
+            )
+            self._choose_kernels(model, run)
+            if mesh.context is not None:
+                refuse_ring(run, mesh.device)
+                apply_context_parallel(model, mesh.context, parallel.context_method)
+            if mesh.tensor is not None:
+                apply_tensor_parallel(model, mesh.tensor, parallel)
         if model.cross_entropy is not None:
             model.cross_entropy.z_loss = run.train.z_loss
         self._precision.convert_matmuls(model)
-        # A split backward pass (zero bubble) needs the gradients' matmuls apart.
-        splits = mesh.pipeline is not None and parallel.schedule == "zero_bubble"
-        if mesh.device.type == "cpu" and is_amd_with_avx512() and not splits:
-            use_onednn(model)
-        initialize(model, run.train.seed, self.tensor_shard)
         self._precision.convert_weights(model)
         if compiles_blocks(run, mesh.device):
             compile_blocks(model, in_order=mesh.tensor is not None or mesh.context is not None)
@@ -204,7 +217,17 @@ class ParallelModel:
 
             apply_fsdp(model, mesh.data, parallel.zero_stage)
             convert_messages(model, self._precision)
-        return model.to(mesh.device).train()
+        allocate(model, mesh.device)
+        # A split backward pass (zero bubble) needs the gradients' matmuls apart.
+        splits = mesh.pipeline is not None and parallel.schedule == "zero_bubble"
+        if mesh.device.type == "cpu" and is_amd_with_avx512() and not splits:
+            use_onednn(model)
+        return model.train()
+
+    def _store(self, parameter: nn.Parameter, spec: ParameterSpec, value: Tensor) -> None:
+        """Stores this rank's part of the value of a whole parameter."""
+        part = place(parameter, spec.dimension, self.tensor_shard).of(value)
+        local_part(parameter).copy_(part)
 
     def _choose_kernels(self, model: GPT, run: Run) -> None:
         for block in model.blocks.values():
@@ -395,6 +418,15 @@ class ParallelModel:
                 each for each in self.local_parameters if each.name == EMBEDDING
             ):
                 dist.all_reduce(gradient, group=self.mesh.first_and_last_stage)
+
+
+@torch.no_grad()
+def allocate(model: GPT, device: torch.device) -> None:
+    """Gives the parameters of a model memory on a device, if they have none, and makes them zero."""
+    if any(parameter.is_meta for parameter in model.parameters()):
+        model.to_empty(device=device)
+    for parameter in model.parameters():
+        local_part(parameter).zero_()
 
 
 def choose_attention(run: Run, dtype: torch.dtype, device: torch.device) -> str:

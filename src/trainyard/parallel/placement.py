@@ -24,9 +24,15 @@ from torch import Tensor
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
 
-    from trainyard.model.init import TensorShard
-
 Shape = tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class TensorShard:
+    """Which of the equal shards of every sharded layer."""
+
+    rank: int
+    n_ranks: int
 
 
 @dataclass(frozen=True)
@@ -39,6 +45,14 @@ class Placement:
     """Of the part's first value."""
     local_shape: Shape
     """Of the part; a zero means that this rank holds nothing."""
+
+    def of(self, tensor: Tensor) -> Tensor:
+        """Returns this part of a whole tensor, as a view."""
+        for dimension, (start, length) in enumerate(
+            zip(self.offsets, self.local_shape, strict=True)
+        ):
+            tensor = tensor.narrow(dimension, start, length)
+        return tensor
 
     def cut(self, dimension: int, rank: int, n_ranks: int) -> Placement:
         """Splits this part by the rule of `torch.chunk`; returns that of `rank` of `n_ranks`."""

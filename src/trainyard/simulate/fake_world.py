@@ -18,6 +18,7 @@ missing. Fake tensors and fake ranks need these patches:
     nn.Module.to                    would replace the memory of parameters, or swap tensors that
                                     have weak references: fake ones refuse both
     parallel.model.initialize       its threads are not in fake mode, and would draw the weights
+    parallel.model.allocate         fake parameters need no memory, and their device cannot change
     DeviceMesh                      six methods compute with real numbers
     dist.new_group                  makes groups of the fake backend
     parallel.mesh.lengthen_timeout  a fake group has none
@@ -85,6 +86,8 @@ def fake_tensors(*, on_gpu: bool) -> Iterator[None]:
         stack.enter_context(replaced(nn.Module, "to", _to))
         # Its threads are not in fake mode, and would draw billions of numbers.
         stack.enter_context(replaced(parallel_model, "initialize", lambda *_: None))
+        stack.enter_context(replaced(parallel_model, "WITHOUT_MEMORY", "cpu"))
+        stack.enter_context(replaced(parallel_model, "allocate", lambda *_: None))
         stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
         stack.enter_context(_Values())  # type: ignore[no-untyped-call]
         if on_gpu:

@@ -98,9 +98,12 @@ def load_state(context: TrainContext) -> State:
     Raises:
         CheckpointError: all are damaged, or it belongs to another run or other data.
     """
-    if not list_checkpoints(checkpoint_folder(context.folder)):
-        return _load_start(context) if context.run.train.start_from else State.at_start(context)
-    return load_newest(context, lambda _step: True)
+    there = list_checkpoints(checkpoint_folder(context.folder))
+    if not there and context.run.train.start_from:
+        return _load_start(context)
+    if there or context.model.is_filled:  # without weights of its own, it never starts
+        return load_newest(context, lambda _step: True)
+    return State.at_start(context)
 
 
 def _load_start(context: TrainContext) -> State:

@@ -310,7 +310,8 @@ def build_context(
         )
     if mesh.device.type == "cpu":
         keep_freed_memory()
-    parallel_model = ParallelModel(run, plan, mesh)
+    is_filled = bool(list_checkpoints(checkpoint_folder(folder)) or run.train.start_from)
+    parallel_model = ParallelModel(run, plan, mesh, is_filled=is_filled)
     return TrainContext(
         folder=folder,
         run=run,

@@ -1,0 +1,66 @@
+"""What a rank holds while it builds its part of the model."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from trainyard.config.load import load_run
+from trainyard.config.run import Run
+from trainyard.parallel.mesh import build_mesh
+from trainyard.parallel.model import ParallelModel
+from trainyard.parallel.placement import local_part
+from trainyard.planning.resolve import resolve
+
+N_RANKS = 4
+SMALL = ["train.micro_batch_size=1"]
+LARGE = [*SMALL, "model.n_layers=12", "model.d_model=512", "model.n_heads=8", "model.d_ff=2048"]
+
+
+def build(run: Run, *, is_filled: bool = False) -> ParallelModel:
+    plan = resolve(run, N_RANKS)
+    mesh = build_mesh(plan.topology, dist.get_rank(), torch.device("cpu"))
+    return ParallelModel(run, plan, mesh, is_filled=is_filled)
+
+
+def resident_bytes(what: str) -> int:
+    (kib,) = re.findall(rf"{what}:\s*(\d+) kB", Path("/proc/self/status").read_text())
+    return 1024 * int(kib)
+
+
+@pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="Linux counts the peak")
+@pytest.mark.parametrize(
+    "layout", [["parallel.zero_stage=3"], ["parallel.zero_stage=1"], ["parallel.tensor=4"]]
+)
+def test_no_rank_ever_holds_the_whole_model(
+    run_ranks: Callable[..., list[Any]], layout: list[str]
+) -> None:
+    def measure(run: Run, small: Run) -> tuple[int, int]:
+        build(small)  # imports what it needs
+        before = resident_bytes("VmRSS")
+        Path("/proc/self/clear_refs").write_text("5")
+        model = build(run)
+        own = sum(4 * local_part(each.parameter).numel() for each in model.local_parameters)
+        return resident_bytes("VmHWM") - before, own
+
+    run = load_run("tiny", [*LARGE, *layout]).run
+    whole = 4 * resolve(run, N_RANKS).n_parameters
+    for peak, own in run_ranks(N_RANKS, measure, run, load_run("tiny", [*SMALL, *layout]).run):
+        assert 0.24 * whole < own < 0.27 * whole
+        assert own < peak < 0.5 * whole
+
+
+def test_weights_that_a_checkpoint_will_fill_are_zero(run_ranks: Callable[..., list[Any]]) -> None:
+    def count(run: Run) -> int:
+        model = build(run, is_filled=True)
+        return sum(
+            int(local_part(each.parameter).count_nonzero()) for each in model.local_parameters
+        )
+
+    assert run_ranks(N_RANKS, count, load_run("tiny", SMALL).run) == [0] * N_RANKS
