@@ -5,12 +5,16 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from trainyard.config.load import load_run, render_run
+from trainyard.config.run import Run
+from trainyard.report.metrics import RunMetrics
+from trainyard.report.run_view import RunView
 
 EVIL = '</script><script>alert(1)</script><img src="http://evil.example/x" onerror=alert(2)>'
 
@@ -73,6 +77,16 @@ def write_run_folder(folder: Path, lines: list[dict[str, Any]]) -> Path:
     (folder / "versions.json").write_text('{"torch": "9.9.9", "command": "<script>"}')
     (folder / "metrics.jsonl").write_text(dump(lines))
     return folder
+
+
+def make_view(metrics: RunMetrics, **values: Any) -> RunView:
+    """Makes the view of a run that trains on four ranks."""
+    view = RunView(
+        Path("runs/tiny"),
+        *("tiny", Run(), "training", "training: process 7", metrics),
+        *({"n_steps": 50, "n_ranks": 4}, {}, {}, [], [], {}),
+    )
+    return replace(view, **values)
 
 
 @pytest.fixture(scope="session")

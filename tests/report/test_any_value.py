@@ -12,10 +12,15 @@ import pytest
 from trainyard.errors import UserError
 from trainyard.launch.restarts import Restarts
 from trainyard.report.charts import build_charts
-from trainyard.report.page import build_curves, render_page
-from trainyard.report.screen import describe_line, render_screen
-from trainyard.report.status import StatusReader
-from trainyard.report.summary import load_reported_run
+from trainyard.report.page import render_page
+from trainyard.report.run_view import RunReader, read_run
+from trainyard.report.status import (
+    describe_line,
+    render_screen,
+    render_status,
+    status_as_json,
+    status_row,
+)
 
 from .conftest import PLAN, run_lines
 
@@ -65,22 +70,23 @@ def variants(value: Any) -> Iterator[Any]:
 
 def read_all(folder: Path) -> None:
     """Reads a run folder as status, status --follow, report and a restart do."""
-    reader = StatusReader(folder)
-    status = reader.read()
-    status.render()
-    json.dumps(status.as_json())
-    last = [describe_line(line, status.n_steps) for line in reader.new_lines]
-    render_screen(status, last, 80, 40, in_unicode=True)
-    run = load_reported_run(folder)
-    render_page([run, run], build_charts([build_curves(run, {})] * 2))
-    render_page([run], build_charts([build_curves(run, {})]))
+    reader = RunReader(folder)
+    view = reader.read()
+    render_status(view)
+    status_row(view)
+    json.dumps(status_as_json(view))
+    last = [describe_line(line, view.n_steps) for line in reader.new_lines]
+    render_screen(view, last, 80, 40, in_unicode=True)
+    view = read_run(folder)
+    render_page([view, view], build_charts([view, view]))
+    render_page([view], build_charts([view]))
     Restarts(folder).end(93)
 
 
 @pytest.fixture(autouse=True)
 def few_presets(monkeypatch: pytest.MonkeyPatch) -> None:
     """To compare with all takes seconds."""
-    monkeypatch.setattr("trainyard.report.tables.preset_names", lambda: ["tiny"])
+    monkeypatch.setattr("trainyard.report.page.preset_names", lambda: ["tiny"])
 
 
 @pytest.mark.parametrize("name", FILES)

@@ -9,9 +9,12 @@ from typing import Any
 import numpy as np
 import pytest
 
-from trainyard.report.charts import Chart, RunCurves, build_charts
-from trainyard.report.history import COLUMNS, Event, RunMetrics, Table
+from trainyard.report.charts import Chart, build_charts, thin_out
+from trainyard.report.metrics import COLUMNS, Event, RunMetrics, Table
 from trainyard.report.pictures import save_png
+from trainyard.report.run_view import RunView
+
+from .conftest import make_view
 
 UPLOT_SHA256 = "19c8d4c6ad88929a79f4ae49d6f7161566dfd0ba3d15cc495e974f787eb78f1f"
 """Of dist/uPlot.iife.min.js in uplot-1.6.32.tgz of the npm registry."""
@@ -32,11 +35,11 @@ def table(n: int, **values: Any) -> Table:
     return Table(columns | values)
 
 
-def curves(name: str = "tiny", n: int = 20, **values: Any) -> RunCurves:
+def curves(name: str = "tiny", n: int = 20, **values: Any) -> RunView:
     unigram_loss, train = values.pop("unigram_loss", None), values.pop("train", table(n))
     evaluations = [{"step": n, "tokens": 100 * n, "loss": 2.5}]
-    baselines = {} if unigram_loss is None else {"token frequencies alone": unigram_loss}
-    return RunCurves(name, RunMetrics(train, evaluations=evaluations, **values), baselines)
+    metrics = RunMetrics(train, evaluations=evaluations, **values)
+    return make_view(metrics, name=name, evaluation={"unigram_loss": unigram_loss})
 
 
 def labels(chart: Chart) -> list[str]:
@@ -123,3 +126,36 @@ def test_a_run_that_has_hardly_begun_can_be_drawn(n: int, tmp_path: Path) -> Non
 def test_the_library_is_the_one_of_the_registry() -> None:
     library = files("trainyard.report").joinpath("uplot/uPlot.iife.min.js").read_bytes()
     assert hashlib.sha256(library).hexdigest() == UPLOT_SHA256
+
+
+def test_stretches_have_mean_and_range() -> None:
+    x, y = np.arange(1.0, 7.0), np.array([4.0, 6, 5, 9, 3, 3])
+    thin = thin_out(x, y, 3)
+    assert thin.x.tolist() == [1.5, 3.5, 5.5]
+    assert (thin.mean.tolist(), thin.n_in_each) == ([5, 7, 3], 2)
+    assert (thin.low.tolist(), thin.high.tolist()) == ([4, 5, 3], [6, 9, 3])
+
+
+def test_few_points_stay_as_they_are() -> None:
+    x = np.arange(5.0)
+    thin = thin_out(x, x * 2, 5)
+    assert (thin.mean.tolist(), thin.n_in_each) == ([0, 2, 4, 6, 8], 1)
+    assert len(thin_out(x[:0], x[:0], 5).x) == 0
+
+
+def test_what_is_no_number_is_left_out_and_a_stretch_without_any_is_none() -> None:
+    y = np.array([1.0, np.nan, np.nan, np.nan, 5, 7])
+    thin = thin_out(np.arange(6.0), y, 3)
+    assert np.array_equal(thin.mean, [1, np.nan, 6], equal_nan=True)
+    assert np.array_equal(thin.low, [1, np.nan, 5], equal_nan=True)
+    assert np.array_equal(thin.high, [1, np.nan, 7], equal_nan=True)
+
+
+def test_no_spike_of_a_long_curve_is_lost() -> None:
+    y = np.ones(1_000_003)
+    y[[0, 7, 500_000, -1]] = [5, -3, 99, 42]
+    thin = thin_out(np.arange(len(y), dtype=float), y, 500)
+    assert (len(thin.x), thin.n_in_each) == (500, 2001)
+    assert set(thin.high) == {1, 5, 99, 42}
+    assert (thin.low.min(), thin.high[-1]) == (-3, 42)
+    assert np.isclose(np.average(thin.mean), y.mean(), rtol=1e-3)

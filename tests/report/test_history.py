@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from trainyard.report.history import History, RunMetrics
+from trainyard.report.metrics import History, RunMetrics
 
 
 def start(step: int, time: float, resumed: bool = True) -> dict[str, Any]:

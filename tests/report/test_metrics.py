@@ -7,8 +7,7 @@ from typing import Any
 import pytest
 
 from trainyard.errors import DataError
-from trainyard.report.history import RunMetrics
-from trainyard.report.metrics import LINE_LIMIT_BYTES, MetricsFile, read_metrics
+from trainyard.report.metrics import LINE_LIMIT_BYTES, MetricsFile, RunMetrics, read_metrics
 
 from .conftest import run_lines
 

@@ -17,9 +17,9 @@ import pytest
 from trainyard.config.load import load_run
 from trainyard.errors import CheckpointError, ConfigError, DataError, MachineError
 from trainyard.report.charts import build_charts
-from trainyard.report.next_steps import next_steps
-from trainyard.report.page import build_curves, render_page, write_report
-from trainyard.report.summary import load_reported_run
+from trainyard.report.figures import next_steps
+from trainyard.report.page import render_page, write_report
+from trainyard.report.run_view import read_run
 from trainyard.units import Length
 
 from .conftest import EVIL, run_lines, train_line
@@ -68,8 +68,8 @@ class Page(HTMLParser):
 
 def report(*folders: Path) -> str:
     """Renders the page alone, without files."""
-    runs = [load_reported_run(folder) for folder in folders]
-    return render_page(runs, build_charts([build_curves(run, {}) for run in runs]))
+    runs = [read_run(folder) for folder in folders]
+    return render_page(runs, build_charts(runs))
 
 
 def page_of(*folders: Path) -> str:
@@ -259,8 +259,8 @@ def test_names_and_prompts_cannot_leave_the_data_of_the_script(
     make_run_folder: MakeRunFolder,
 ) -> None:
     folder = make_run_folder()
-    run = replace(load_reported_run(folder), name=EVIL)
-    html = render_page([run], build_charts([build_curves(run, {EVIL: 3.0})]))
+    run = replace(read_run(folder), name=EVIL)
+    html = render_page([run], build_charts([run], {EVIL: 3.0}))
     page = Page(html)
     assert (page.loads, page.handlers, page.tags.count("script")) == ([], [], 2)
     data = html.split('id="charts">')[1].split("</script>")[0]
@@ -274,7 +274,7 @@ def test_a_run_that_stopped_is_continued_and_its_words_are_quoted(
 ) -> None:
     folder = make_run_folder(lines=run_lines()[:-1])
     folder = folder.rename(folder.with_name("a b"))
-    run = load_reported_run(folder)
+    run = read_run(folder)
     commands = dict(next_steps([run]))
     *command, named = shlex.split(commands["Continue where it stopped:"])
     assert command == ["trainyard", "train"]
@@ -414,7 +414,7 @@ def test_a_longer_run_depends_on_whether_the_rate_has_decayed(
         folder = make_run_folder("base", lines=lines)
         for step in (5, 10, 15):
             (folder / f"checkpoints/step-{step:08d}").mkdir(parents=True)
-        loaded = load_reported_run(folder)
+        loaded = read_run(folder)
         schedule = loaded.run.schedule.model_copy(update={"kind": kind})
         data = loaded.run.data.model_copy(update={"skip": Length(5, "sequences")})
         run = loaded.run.model_copy(update={"schedule": schedule, "data": data})

@@ -8,12 +8,11 @@ import numpy as np
 import pytest
 from rich.console import Console
 
-from trainyard.report.history import History
-from trainyard.report.screen import describe_line, draw_curve, render_screen
-from trainyard.report.status import Status
-from trainyard.report.summary import UNKNOWN
+from trainyard.report.metrics import History
+from trainyard.report.run_view import UNKNOWN
+from trainyard.report.status import describe_line, draw_curve, render_screen
 
-from .conftest import run_lines, train_line
+from .conftest import make_view, run_lines, train_line
 
 
 def show(lines: list[dict[str, Any]], width: int = 80, height: int = 40, **values: Any) -> str:
@@ -21,13 +20,9 @@ def show(lines: list[dict[str, Any]], width: int = 80, height: int = 40, **value
     for line in lines:
         history.add(line)
     texts = [describe_line(line, 50) for line in lines][-10:]
-    status = Status(
-        *("tiny", "training", "training: process 7", 50, 4),
-        history.metrics(values.pop("damage", "")),
-        *(None, None, None, [], {}, 0),
-    )
+    view = make_view(history.metrics(values.pop("damage", "")))
     console = Console(file=io.StringIO(), width=width, height=height)
-    console.print(render_screen(status, texts, width, height, **values))
+    console.print(render_screen(view, texts, width, height, **values))
     assert isinstance(console.file, io.StringIO)
     return console.file.getvalue()
 

@@ -1,10 +1,9 @@
 from __future__ import annotations
 
 import re
+from importlib.resources import files
 
 import pytest
-
-from trainyard.report.style import STYLE
 
 LEAST_OF_TEXT, LEAST_OF_LINES = 4.5, 3.0
 """Ratios of luminance that WCAG 2.2 asks for (1.4.3 and 1.4.11)."""
@@ -23,7 +22,8 @@ def contrast(one: str, other: str) -> float:
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 def test_text_and_curves_stand_out_enough(scheme: str) -> None:
-    light, dark = STYLE.split("@media (prefers-color-scheme: dark)")
+    style = files("trainyard.report").joinpath("style.css").read_text(encoding="utf-8")
+    light, dark = style.split("@media (prefers-color-scheme: dark)")
     part = light if scheme == "light" else dark.split("* {")[0]
     colours = dict(re.findall(r"--([\w-]+): (#[0-9a-f]{6})", part))
     for background in ("page", "card", "mark"):

@@ -10,9 +10,10 @@ from tests.training.conftest import lines_of, start, with_fields
 
 from trainyard.config.run import Run
 from trainyard.data.indexed import IndexedWriter
+from trainyard.report.figures import summarize
 from trainyard.report.metrics import read_metrics
-from trainyard.report.status import StatusReader
-from trainyard.report.summary import load_reported_run, summarize
+from trainyard.report.run_view import read_run
+from trainyard.report.status import render_status
 
 
 def write_corpus(prefix: Path, n_documents: int) -> str:
@@ -41,11 +42,11 @@ def test_the_test_split_is_evaluated_once_at_the_end(
     metrics = read_metrics(tmp_path / "metrics.jsonl")
     assert metrics.test["loss"] == test
     assert [line["loss"] for line in metrics.held_out_losses][-1] == held_out
-    figures = {figure.label: figure.value for figure in summarize(load_reported_run(tmp_path))}
+    figures = {figure.label: figure.value for figure in summarize(read_run(tmp_path))}
     assert figures["Test loss"] == f"{test:.4f}"
     assert figures["Held-out loss"] == f"{held_out:.4f}"
-    assert f"; test {test:.4f} at step 4" in StatusReader(tmp_path).read().facts()["loss"]
-    notes = {figure.label: figure.meaning for figure in summarize(load_reported_run(tmp_path))}
+    assert f"; test {test:.4f} at step 4" in render_status(read_run(tmp_path))
+    notes = {figure.label: figure.meaning for figure in summarize(read_run(tmp_path))}
     assert notes["Test loss"] == "nats per token, at step 4"
 
 

@@ -87,14 +87,14 @@ def evaluate(
         logger.setLevel(logging.ERROR)  # rank 0 logs for all
     from trainyard.api.checkpoints import measure
     from trainyard.evaluation.inputs import read_trained_run
-    from trainyard.report.scores import render_scores
-    from trainyard.report.summary import EVALUATION, load_facts
+    from trainyard.report.figures import list_scores
+    from trainyard.report.run_view import EVALUATION, load_facts
 
     trained = read_trained_run(source)
     known = load_facts(source / EVALUATION)
     if files:
         result = _measure_tasks(trained, process, layout, files, items)
-        rendered = render_scores(result)
+        rendered = {one.label: f"{one.value} ({one.meaning})" for one in list_scores(result)}
         before = known.get("tasks")
         known["tasks"] = (before if isinstance(before, dict) else {}) | result["tasks"]
     else:

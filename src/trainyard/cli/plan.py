@@ -183,7 +183,7 @@ def _print(report: Report, picture: Path | None, *, as_json: bool) -> None:
         print_lines(render_plan(report))
     if picture is not None:
         from trainyard.planning.search import usable_bytes
-        from trainyard.report.plan_pictures import draw_plan, save_picture
+        from trainyard.report.pictures import draw_plan, save_picture
 
         usable = usable_bytes(report.machine) if report.machine else None
         figure = draw_plan(report.run, report.plan, report.memories, usable, report.time)

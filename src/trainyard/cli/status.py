@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import time
 from collections import deque
-from contextlib import ExitStack, suppress
+from contextlib import nullcontext, suppress
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -15,7 +15,7 @@ from trainyard.errors import UserError, printable
 from trainyard.log import build_console
 
 if TYPE_CHECKING:
-    from trainyard.report.status import StatusReader
+    from trainyard.report.run_view import RunReader
 
 FOLLOWED = ("waiting", "starting", "training")
 """States that can change without a command."""
@@ -42,72 +42,71 @@ def status(
     With --follow, a terminal also shows the loss curve and the newest lines; without a terminal,
     it prints one line per event. Ctrl-C ends it and does not affect the run.
     """
-    from trainyard.report.status import StatusReader
+    from trainyard.report.run_view import RunReader
+    from trainyard.report.status import render_status, status_as_json
 
     if is_followed and (as_json or run is None):
         raise UserError("--follow needs a run, and prints no JSON", "trainyard status RUN --follow")
     if run is None:
         _list_runs(as_json=as_json)
         return
-    reader = StatusReader(find_run(run))
+    reader = RunReader(find_run(run))
     if is_followed:
         with suppress(KeyboardInterrupt):
             _follow(reader)
     else:
-        report = reader.read()
-        typer.echo(json.dumps(report.as_json(), indent=2) if as_json else report.render())
+        view = reader.read()
+        typer.echo(json.dumps(status_as_json(view), indent=2) if as_json else render_status(view))
 
 
 def _list_runs(*, as_json: bool) -> None:
     """Prints one row for each run in `runs`; damaged ones with their error."""
     from rich.table import Table
 
-    from trainyard.report.status import StatusReader
+    from trainyard.report.run_view import RunReader
+    from trainyard.report.status import status_as_json, status_row
 
     if not (names := run_names()):
         raise UserError(f"no run in {RUNS_FOLDER}/", "trainyard train RUN_FILE starts one")
-    table, found = Table("run", "state", "step", "loss", "last step", box=None), []
+    table, readable = Table("run", "state", "step", "loss", "last step", box=None), []
     for name in names:
         try:
-            report = StatusReader(RUNS_FOLDER / name).read()
+            view = RunReader(RUNS_FOLDER / name).read()
         except UserError as error:
             table.add_row(printable(name), "not readable", printable(error.problem))
         else:
-            table.add_row(printable(name), *report.row())
-            found.append(report.as_json())
+            table.add_row(printable(name), *status_row(view))
+            readable.append(view)
     if as_json:
-        typer.echo(json.dumps(found, indent=2))
+        typer.echo(json.dumps([status_as_json(view) for view in readable], indent=2))
     else:
         build_console().print(table)
 
 
-def _follow(reader: StatusReader) -> None:
+def _follow(reader: RunReader) -> None:
     from rich.live import Live
 
-    from trainyard.report.screen import describe_line, render_screen
-    from trainyard.report.status import N_LINES
+    from trainyard.report.run_view import N_LINES
+    from trainyard.report.status import describe_line, render_screen
 
     console = build_console()
     last: deque[str] = deque(maxlen=N_LINES)
-    with ExitStack() as stack:
-        live = None
-        if console.is_terminal:
-            live = stack.enter_context(Live(console=console, auto_refresh=False))
+    live = Live(console=console, auto_refresh=False) if console.is_terminal else None
+    with live or nullcontext():
         while True:
-            status = reader.read()
-            new = [describe_line(line, status.n_steps) for line in reader.new_lines]
-            last.extend(filter(None, new))
+            view = reader.read()
+            texts = (describe_line(line, view.n_steps) for line in reader.new_lines)
+            new = [text for text in texts if text]
+            last.extend(new)
             if live:
                 unicode = console.encoding.startswith("utf")
-                width, height = console.size
-                live.update(
-                    render_screen(status, last, width, height, in_unicode=unicode), refresh=True
-                )
+                screen = render_screen(view, last, *console.size, in_unicode=unicode)
+                live.update(screen, refresh=True)
             else:
-                for line in filter(None, new):
+                for line in new:
                     typer.echo(line)
-            if status.state not in FOLLOWED:
+            if view.state not in FOLLOWED:
                 break
             time.sleep(INTERVAL_SECONDS)
     if live is None:
-        typer.echo(status.text)
+        typer.echo(view.text)

@@ -134,7 +134,7 @@ def _end_by_hand(folder: Path, code: int) -> int:
         name = shlex.quote(folder.name)
         verbs = (f"generate {name}", f"report {name}", f"export {name} --output {name}-gpt")
         logger.info("next: %s", " | ".join(f"trainyard {verb}" for verb in verbs))
-    from trainyard.report.summary import load_facts
+    from trainyard.report.run_view import load_facts
     from trainyard.training.stop import INTERRUPTED
 
     reason = (load_facts(folder / "outcome.json") or {}).get("reason")

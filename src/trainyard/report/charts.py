@@ -2,20 +2,25 @@
 
 The page draws a chart with uPlot (`charts.js`), `--png` with matplotlib (`pictures.py`). A curve
 with too many points is divided into intervals with equal numbers of points: the line is the mean of
-each, the band spans its minimum to maximum, so no spike is lost.
+each, the band spans its minimum to maximum, so no spike is lost. Six points as three intervals:
+
+    x      1  2  3  4  5  6        x     1.5  3.5  5.5
+    y      4  6  5  9  3  3        mean  5    7    3
+                                   low   4    5    3
+                                   high  6    9    3
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, Literal
 
 import numpy as np
 
-from trainyard.report.history import Curve, EventKind, RunMetrics, is_finite
-from trainyard.report.thinning import Thin, thin_out
+from trainyard.report.metrics import Curve, EventKind, RunMetrics, Table, is_finite
+from trainyard.report.run_view import RunView
 from trainyard.units import format_large
 
 POINTS_IN_ALL = 12_000
@@ -70,17 +75,8 @@ QUANTITIES = (
 
 
 @dataclass(frozen=True)
-class RunCurves:
-    """The curves of one run, and losses to compare with, in nats per token, by name."""
-
-    name: str
-    metrics: RunMetrics
-    baselines: dict[str, float] = field(default_factory=dict)
-
-
-@dataclass(frozen=True)
 class Series:
-    """A line: NaN breaks it. Colours are the names of CSS variables (`style.py`)."""
+    """A line: NaN breaks it. Colours are the names of CSS variables (`style.css`)."""
 
     label: str
     colour: str
@@ -123,22 +119,44 @@ class Chart:
         }
 
 
-def build_charts(runs: Sequence[RunCurves]) -> list[Chart]:
-    """Builds a chart of each quantity over the tokens consumed, all runs in one chart."""
-    return [
-        build_chart(quantity, runs)
-        for quantity in QUANTITIES
-        if not quantity.only_if_it_changes or any(_changes(run, quantity.key) for run in runs)
-    ]
+@dataclass(frozen=True)
+class Thin:
+    """Mean, minimum and maximum of each interval of a curve; NaN if it has no number."""
+
+    x: Curve
+    mean: Curve
+    low: Curve
+    high: Curve
+    n_in_each: int
+    """Points in the longest interval; 1: no point is dropped."""
 
 
-def build_chart(quantity: Quantity, runs: Sequence[RunCurves]) -> Chart:
-    """Builds the chart of one quantity."""
+def build_charts(
+    runs: Sequence[RunView], baselines: Mapping[str, float] | None = None
+) -> list[Chart]:
+    """Builds a chart of each quantity over the tokens consumed, all runs in one chart.
+
+    Args:
+        runs: the runs.
+        baselines: losses to compare with, in nats per token, by name.
+    """
+    drawn = list(QUANTITIES)
+    for quantity in QUANTITIES:
+        values = [run.metrics.train.finite(quantity.key) for run in runs]
+        if quantity.only_if_it_changes and not any(map(np.ptp, filter(len, values))):
+            drawn.remove(quantity)
+    return [_build_chart(quantity, runs, baselines or {}) for quantity in drawn]
+
+
+def _build_chart(
+    quantity: Quantity, runs: Sequence[RunView], baselines: Mapping[str, float]
+) -> Chart:
     alone, series, marks = len(runs) == 1, list[Series](), list[Marks]()
     n_points = min(POINTS_IN_A_CURVE, POINTS_IN_ALL // len(runs))
     for number, run in enumerate(runs):
         colour = f"run-{number % N_COLOURS}"
-        series += _curves(quantity, run, colour, n_points, number)
+        style: Style = "line" if number < N_COLOURS else "thin"
+        series += _curves(quantity, run.metrics, (run.name, colour, style), n_points)
         if quantity is LOSS:
             label = HELD_OUT if alone else f"{run.name}, {HELD_OUT}"
             other = f"run-{(number + (1 if alone else N_COLOURS // 2)) % N_COLOURS}"
@@ -150,10 +168,12 @@ def build_chart(quantity: Quantity, runs: Sequence[RunCurves]) -> Chart:
         series, marks = [], []
     elif quantity is LOSS:
         end = max(float(one.x[-1]) for one in series)
-        lines = dict.fromkeys((name, loss) for run in runs for name, loss in run.baselines.items())
-        for name, loss in lines:
-            x, y = np.array([0.0, end]), np.full(2, loss)
-            series.append(Series(f"{name}: {loss:.4g}", "muted", "dashed", x, y))
+        unigrams = [{UNIGRAM: run.evaluation.get("unigram_loss")} for run in runs]
+        lines = [pair for unigram in unigrams for pair in {**unigram, **baselines}.items()]
+        for name, loss in dict.fromkeys(lines):
+            if loss is not None:
+                x, y = np.array([0.0, end]), np.full(2, loss)
+                series.append(Series(f"{name}: {loss:.4g}", "muted", "dashed", x, y))
     low, high = (drawn.min(), drawn.max()) if len(drawn) else (0.0, 0.0)
     return Chart(
         quantity.name,
@@ -167,29 +187,31 @@ def build_chart(quantity: Quantity, runs: Sequence[RunCurves]) -> Chart:
 
 
 def _curves(
-    quantity: Quantity, run: RunCurves, colour: str, n_points: int, number: int
+    quantity: Quantity, metrics: RunMetrics, look: tuple[str, str, Style], n_points: int
 ) -> Iterator[Series]:
-    thin = _thin(run.metrics.train, quantity, n_points)
+    name, colour, style = look
+    thin = thin_out(*_points(quantity, metrics.train), n_points)
     if len(thin.x):
-        yield Series(run.name, colour, "line" if number < N_COLOURS else "thin", thin.x, thin.mean)
+        yield Series(name, colour, style, thin.x, thin.mean)
     if thin.n_in_each > 1:
-        yield Series(run.name, colour, "high", thin.x, thin.high)
-        yield Series(run.name, colour, "low", thin.x, thin.low)
-    ways = run.metrics.abandoned[:MARKS_LIMIT]
-    for way in ways:
-        old = _thin(way, quantity, max(2, ABANDONED_POINTS // len(ways)))
+        yield Series(name, colour, "high", thin.x, thin.high)
+        yield Series(name, colour, "low", thin.x, thin.low)
+    attempts = metrics.abandoned[:MARKS_LIMIT]
+    for attempt in attempts:
+        n_of_each = max(2, ABANDONED_POINTS // len(attempts))
+        old = thin_out(*_points(quantity, attempt), n_of_each)
         if len(old.x):
             yield Series(ABANDONED, colour, "faint", old.x, old.mean)
 
 
 def _held_out(metrics: RunMetrics, label: str, colour: str) -> Iterator[Series]:
-    found = {
+    losses = {
         line["tokens"]: line["loss"]
         for line in metrics.held_out_losses
         if is_finite(line.get("tokens"))
     }
-    if found:
-        x, y = (np.array(values, float) for values in zip(*sorted(found.items()), strict=True))
+    if losses:
+        x, y = (np.array(values, float) for values in zip(*sorted(losses.items()), strict=True))
         thin = thin_out(x, y, POINTS_IN_A_CURVE // 10)
         yield Series(label, colour, "points", thin.x, thin.mean)
 
@@ -203,13 +225,30 @@ def _marks(quantity: Quantity, metrics: RunMetrics, colour: str | None) -> Itera
             yield Marks(label, alert, dash, _some(metrics.tokens_at(steps)))
     missing = ~np.isfinite(metrics.train[quantity.key])
     if missing.any() and not missing.all():
-        at = metrics.train["tokens"][missing]
-        yield Marks(NOT_A_NUMBER, colour or "alert", (), _some(at[np.isfinite(at)]))
+        at = metrics.train.pick(missing).finite("tokens")
+        yield Marks(NOT_A_NUMBER, colour or "alert", (), _some(at))
 
 
-def _thin(table: Any, quantity: Quantity, n_points: int) -> Thin:
-    known = np.isfinite(table["tokens"])
-    return thin_out(table["tokens"][known], table[quantity.key][known] / quantity.divisor, n_points)
+def _points(quantity: Quantity, table: Table) -> tuple[Curve, Curve]:
+    """Returns tokens and values, of the lines with a number of tokens."""
+    rows = table.pick(np.isfinite(table["tokens"]))
+    return rows["tokens"], rows[quantity.key] / quantity.divisor
+
+
+def thin_out(x: Curve, y: Curve, n_points: int) -> Thin:
+    """Divides a curve into at most this many intervals with equal numbers of points."""
+    if len(x) <= n_points:
+        return Thin(x, y, y, y, 1)
+    starts = np.linspace(0, len(x), n_points, endpoint=False).astype(int)
+    counts = np.diff([*starts, len(x)])
+    is_number = np.isfinite(y)
+    n_numbers = np.add.reduceat(is_number.astype(int), starts)
+    sums = np.add.reduceat(np.where(is_number, y, 0.0), starts)
+    mean = sums / np.maximum(n_numbers, 1)
+    low = np.minimum.reduceat(np.where(is_number, y, np.inf), starts)
+    high = np.maximum.reduceat(np.where(is_number, y, -np.inf), starts)
+    mean, low, high = (np.where(n_numbers, values, np.nan) for values in (mean, low, high))
+    return Thin(np.add.reduceat(x, starts) / counts, mean, low, high, int(counts.max()))
 
 
 def _some(values: Curve) -> Curve:
@@ -218,22 +257,15 @@ def _some(values: Curve) -> Curve:
     return np.array(values[np.linspace(0, len(values) - 1, n_shown).astype(int)])
 
 
-def _changes(run: RunCurves, key: str) -> bool:
-    values = run.metrics.train[key]
-    values = values[np.isfinite(values)]
-    return bool(len(values)) and values.min() < values.max()
-
-
 def _rounded(value: float) -> float | None:
     return float(f"{value:.6g}") if math.isfinite(value) else None
 
 
-def _describe(quantity: Quantity, run: RunCurves) -> str:
-    table = run.metrics.train
-    known = np.isfinite(table[quantity.key]) & np.isfinite(table["tokens"])
-    if not known.any():
+def _describe(quantity: Quantity, run: RunView) -> str:
+    x, y = _points(quantity, run.metrics.train)
+    x, y = x[np.isfinite(y)], y[np.isfinite(y)]
+    if not len(x):
         return f"{run.name}: nothing logged."
-    x, y = table["tokens"][known], table[quantity.key][known] / quantity.divisor
     return (
         f"{run.name}: from {y[0]:.4g} at {format_large(x[0])} tokens "
         f"to {y[-1]:.4g} at {format_large(x[-1])} tokens."

@@ -7,6 +7,7 @@ it gives the names of the token files alone.
 from __future__ import annotations
 
 import re
+from importlib.resources import files
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -14,10 +15,9 @@ import tomli_w
 
 from trainyard import __version__
 from trainyard.architecture import parameter_count
-from trainyard.report.history import Line
-from trainyard.report.metrics import read_metrics
-from trainyard.report.scores import list_scores
-from trainyard.report.summary import EVALUATION, load_facts, unused_settings
+from trainyard.report.figures import list_scores
+from trainyard.report.metrics import Line, read_metrics
+from trainyard.report.run_view import EVALUATION, load_facts, unused_settings
 from trainyard.training.start import ancestors_of, describe_ancestry
 
 if TYPE_CHECKING:
@@ -25,49 +25,6 @@ if TYPE_CHECKING:
 
 _SETTINGS = {"model", "train", "optimizer", "schedule", "parallel", "precision"}
 _TO_FILL_IN = "**To fill in**: not chosen yet. Name it here and in `license:` at the top."
-_CARD = """---
-{licence_line}
-library_name: transformers
-pipeline_tag: text-generation
-tags: [trainyard]
----
-
-# {name}
-
-A `{architecture}` of {n_parameters:,} parameters, pretrained with Trainyard {version}.
-
-| | |
-|---|---|
-| layers, width, heads | {model.n_layers}, {model.d_model}, {model.n_heads} |
-| context | {model.sequence_length:,} tokens |
-| vocabulary | {model.vocabulary_size:,} tokens |
-| weights | {dtype} |
-| trained on | {tokens:,} tokens, {step:,} steps |
-| token files | {data} |
-| held-out loss | {held_out} |
-| started from | {ancestry} |
-{scores}
-## Use
-
-```python
-from transformers import AutoModelForCausalLM, AutoTokenizer
-
-model = AutoModelForCausalLM.from_pretrained("{place}")
-tokenizer = AutoTokenizer.from_pretrained("{place}")
-tokens = tokenizer("Once", return_tensors="pt")
-print(tokenizer.decode(model.generate(**tokens, max_new_tokens=50)[0]))
-```
-
-## Licence
-
-{licence_text}
-
-## Settings
-
-```toml
-{settings}```
-
-"""
 
 
 def render_card(
@@ -93,7 +50,8 @@ def render_card(
     prefixes = (run.data.blend if run.data.blend.prefixes else run.data.train).prefixes
     lines = read_metrics(folder).held_out_losses if (folder / "metrics.jsonl").exists() else []
     measured = next((line for line in lines if line["step"] == manifest.step), {})
-    return _CARD.format(
+    card = files("trainyard.report").joinpath("model_card.md").read_text(encoding="utf-8")
+    return card.format(
         licence_line=f"license: {licence}" if licence else "# license: TO FILL IN",
         licence_text=licence or _TO_FILL_IN,
         name=run.name,

@@ -6,57 +6,55 @@ import base64
 import hashlib
 import json
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 from functools import cache
 from html import escape
 from importlib.resources import files
+from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 from trainyard import errors
 from trainyard.architecture import describe_parts
+from trainyard.config.load import load_run, preset_names
+from trainyard.config.run import Run
 from trainyard.errors import explain_failure
 from trainyard.files import publish_text
 from trainyard.report.charts import (
     MARKS_LIMIT,
     POINTS_IN_A_CURVE,
     POINTS_IN_ALL,
-    UNIGRAM,
     Chart,
-    RunCurves,
     build_charts,
 )
-from trainyard.report.history import Line
-from trainyard.report.next_steps import next_steps
-from trainyard.report.planned import compare_with_plan
-from trainyard.report.scores import list_scores
-from trainyard.report.style import STYLE
-from trainyard.report.summary import (
-    UNKNOWN,
+from trainyard.report.figures import (
     Figure,
-    ReportedRun,
+    compare_with_plan,
     find_best,
     have_comparable_losses,
-    have_equal_lengths,
-    load_reported_run,
+    list_scores,
+    next_steps,
     summarize,
 )
-from trainyard.report.tables import (
-    as_text,
-    describe_lineage,
-    render_differences,
-    render_events,
-    render_settings,
-    render_table,
-)
+from trainyard.report.metrics import Line
+from trainyard.report.run_view import UNKNOWN, RunView, load_facts, read_run, unused_settings
+from trainyard.training.run_folder import HISTORY_FOLDER
+from trainyard.training.start import describe_ancestry
 from trainyard.units import format_number
 
 SAMPLES_SHOWN = 8  # of each prompt, from the first to the last
 PROMPTS_SHOWN = 12
 SAMPLE_CHARACTERS = 1200
 PROMPT_CHARACTERS = 300
+EVENTS_SHOWN = 200
 N_TILES = 6
 NOT_MARKED = "No best value is marked: the runs have trained on different numbers of tokens."
+# What every run has of its own says nothing about which preset it is near to.
+OWN_FIELDS = ("name", "description")
+OWN_SECTIONS = ("data.", "tokenizer.", "evaluate.sample_", "log.")
+
+Fields = dict[str, str]
 
 
 def write_report(
@@ -78,19 +76,39 @@ def write_report(
         ConfigError: a run.toml is not valid.
         MachineError: a file cannot be written.
     """
-    runs = _distinguish([load_reported_run(folder) for folder in run_folders])
-    charts = build_charts([build_curves(reported, baselines or {}) for reported in runs])
+    runs = _distinguish([read_run(folder) for folder in run_folders])
+    charts = build_charts(runs, baselines)
     if png_folder is not None:
-        _save_charts(png_folder, charts)
+        from trainyard.report.pictures import save_png  # the page needs no matplotlib
+
+        hint = "pass a writable folder to --png"
+        with explain_failure(f"cannot write plots to {png_folder}", hint):
+            png_folder.mkdir(parents=True, exist_ok=True)
+            for chart in charts:
+                save_png(chart, png_folder)
     publish_text(output, errors.escape(render_page(runs, charts)))
 
 
-def render_page(runs: list[ReportedRun], charts: list[Chart]) -> str:
+def _distinguish(runs: list[RunView]) -> list[RunView]:
+    """Appends the folder to names shared by several runs; takes losses of the same kind."""
+    names = [view.name for view in runs]
+    if len(runs) > 1:  # evaluation.json may be of any text
+        newest = [(view.metrics.held_out_losses or [{}])[-1] for view in runs]
+        pairs = zip(runs, newest, strict=True)
+        runs = [replace(view, evaluation=view.evaluation | line) for view, line in pairs]
+    return [
+        replace(view, name=f"{view.name} ({view.folder})") if names.count(view.name) > 1 else view
+        for view in runs
+    ]
+
+
+def render_page(runs: list[RunView], charts: list[Chart]) -> str:
     """Renders the whole page."""
     alone = len(runs) == 1
-    names = [reported.name for reported in runs]
+    names = [view.name for view in runs]
     title = f"Training report: {', '.join(names) if len(runs) <= 3 else f'{len(runs)} runs'}"
-    versions = [{k: as_text(v) for k, v in reported.versions.items()} for reported in runs]
+    versions = [load_facts(view.folder / "versions.json") for view in runs]
+    environment = [{key: _as_text(value) for key, value in facts.items()} for facts in versions]
     script = _script()
     digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
     # Even a text that got past the escaping could neither run nor fetch anything.
@@ -102,32 +120,34 @@ def render_page(runs: list[ReportedRun], charts: list[Chart]) -> str:
 <meta name="viewport" content="width=device-width, initial-scale=1">
 <meta http-equiv="Content-Security-Policy" content="{escape(policy)}">
 <title>{escape(title)}</title>
-<style>{_asset("uplot/uPlot.min.css")}{STYLE}</style>
+<style>{_asset("uplot/uPlot.min.css")}
+{_asset("style.css")}</style>
 </head>
 <body>
 <header>
 <h1>{escape(title)}</h1>
-{"".join(_render_heading(reported, alone=alone) for reported in runs)}
+{"".join(_render_heading(view, alone=alone) for view in runs)}
 </header>
 <main>
 {"" if alone else _render_comparison(runs)}
 <section class="curves">
-{_render_charts(charts[:1], runs)}
+{_render_charts(charts[:1], "large")}
+<p class="muted">{" ".join(_notes(runs))}</p>
 </section>
 {_render_tiles(runs[0]) if alone else ""}
 {_render_scores(runs)}
 {_render_next(runs)}
-{"".join(_render_samples(reported, alone=alone) for reported in runs)}
+{"".join(_render_samples(view, alone=alone) for view in runs)}
 <h2>Other curves</h2>
-{_render_charts(charts[1:], [])}
+{_render_charts(charts[1:], "small")}
 <h2>Settings</h2>
-{render_settings(runs)}
+{_render_settings(runs)}
 <h2>Restarts, skipped steps and failed saves</h2>
-{render_events(runs)}
+{_render_events(runs)}
 <h2>Plan against measured</h2>
-{"".join(_render_planned(reported, alone=alone) for reported in runs)}
+{"".join(_render_planned(view, alone=alone) for view in runs)}
 <h2>Environment</h2>
-{render_table(versions, [] if alone else names)}
+{_render_table(environment, [] if alone else names)}
 </main>
 <script type="application/json" id="charts">{_embed([chart.as_json() for chart in charts])}</script>
 <script>{script}</script>
@@ -153,60 +173,42 @@ def _embed(value: object) -> str:
     return text.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")
 
 
-def _distinguish(runs: list[ReportedRun]) -> list[ReportedRun]:
-    """Appends the folder to names shared by several runs; takes losses of the same kind."""
-    if len(runs) > 1:  # evaluation.json may be of any text
-        newest = [(one.metrics.held_out_losses or [{}])[-1] for one in runs]
-        pairs = zip(runs, newest, strict=True)
-        runs = [replace(one, evaluation=one.evaluation | found) for one, found in pairs]
-    names = [reported.name for reported in runs]
-    return [
-        replace(reported, name=f"{reported.name} ({reported.folder})")
-        if names.count(reported.name) > 1
-        else reported
-        for reported in runs
-    ]
-
-
-def build_curves(reported: ReportedRun, baselines: Mapping[str, float]) -> RunCurves:
-    """Selects the curves of a run to draw."""
-    unigram = reported.evaluation.get("unigram_loss")
-    known = {} if unigram is None else {UNIGRAM: unigram}
-    return RunCurves(reported.name, reported.metrics, {**known, **baselines})
-
-
-def _save_charts(folder: Path, charts: list[Chart]) -> None:
-    from trainyard.report.pictures import save_png  # the page needs no matplotlib
-
-    with explain_failure(f"cannot write plots to {folder}", "pass a writable folder to --png"):
-        folder.mkdir(parents=True, exist_ok=True)
-        for chart in charts:
-            save_png(chart, folder)
-
-
-def _render_heading(reported: ReportedRun, *, alone: bool) -> str:
-    model, metrics = reported.run.model, reported.metrics
+def _render_heading(view: RunView, *, alone: bool) -> str:
+    model, metrics = view.run.model, view.metrics
     parts = [
         f"{format_number(model.n_layers, 'block')} of width {model.d_model}, "
         f"{format_number(model.n_heads, 'head')}",
         f"sequences of {model.sequence_length} tokens",
         *describe_parts(model),
-        f"precision {reported.run.precision.kind}",
+        f"precision {view.run.precision.kind}",
         *([f"on {metrics.device}"] if metrics.device else []),
-        f"ended: {reported.reason}"
-        if reported.reason
-        else "still running, or ended for an unknown reason",
+        f"ended: {view.reason}" if view.reason else "still running, or ended for an unknown reason",
     ]
-    facts = escape("; ".join(parts))
-    lineage = "".join(f"<p>{escape(text)}.</p>\n" for text in describe_lineage(reported))
-    damage = lineage + f'<p class="alert">{escape(metrics.damage)}.</p>\n' * bool(metrics.damage)
-    if not alone:
-        return f'<p class="muted"><b>{escape(reported.name)}</b>: {facts}.</p>\n{damage}'
-    return f'<p class="muted">{facts}.</p>\n<p>{escape(reported.run.description)}</p>\n{damage}'
+    name = "" if alone else f"<b>{escape(view.name)}</b>: "
+    lines = [f'<p class="muted">{name}{escape("; ".join(parts))}.</p>']
+    lines += [f"<p>{escape(view.run.description)}</p>"] if alone else []
+    lines += [f"<p>{escape(text)}.</p>" for text in _describe_lineage(view)]
+    lines += [f'<p class="alert">{escape(metrics.damage)}.</p>'] if metrics.damage else []
+    return "".join(f"{line}\n" for line in lines)
 
 
-def _render_tiles(reported: ReportedRun) -> str:
-    known = [figure for figure in summarize(reported) if figure.value != UNKNOWN]
+def _describe_lineage(view: RunView) -> Iterator[str]:
+    """Describes the checkpoints that a run started from, and each change since, with its step."""
+    if view.ancestors:
+        yield f"Started from {describe_ancestry(view.ancestors)}"
+    paths = sorted((view.folder / HISTORY_FOLDER).glob("until-*.toml"))
+    runs = [*(load_run(str(path)).run for path in paths), view.run]
+    for path, pair in zip(paths, pairwise(map(_flatten, runs)), strict=True):
+        before, now = pair
+        changes = "; ".join(
+            f"{key} {before.get(key, UNKNOWN)} became {now.get(key, UNKNOWN)}"
+            for key in _differing(pair)
+        )
+        yield f"From step {int(path.stem.removeprefix('until-')):,}: {changes}"
+
+
+def _render_tiles(view: RunView) -> str:
+    known = [figure for figure in summarize(view) if figure.value != UNKNOWN]
     tiles = "\n".join(
         f'<div class="card tile"><dt>{escape(figure.label)}</dt>'
         f'<dd class="value">{escape(figure.value)}</dd>'
@@ -216,65 +218,73 @@ def _render_tiles(reported: ReportedRun) -> str:
     others = {one.label: f"{one.value} {one.meaning}".strip() for one in known[N_TILES:]}
     return (
         f'<h2>Summary</h2>\n<dl class="tiles">\n{tiles}\n</dl>\n'
-        f"<details><summary>{len(others)} more figures</summary>"
-        f"{render_table([others], [])}</details>"
+        f"{_folded(f'{len(others)} more figures', _render_table([others]))}"
     )
 
 
-def _render_comparison(runs: list[ReportedRun]) -> str:
+def _render_comparison(runs: list[RunView]) -> str:
     """Renders the settings that differ, then the figures, the best value of each marked."""
-    summaries = [{one.label: one for one in summarize(run)} for run in runs]
-    rows: list[list[Figure]] = [
-        list(row) for row in zip(*(one.values() for one in summaries), strict=True)
-    ]
-    rows = [row for row in rows if any(one.value != UNKNOWN for one in row)]
-    columns = [{row[i].label: row[i].value for row in rows} for i in range(len(runs))]
-    comparable, marked = have_comparable_losses(runs), rows if have_equal_lengths(runs) else []
-    best = {(i, row[0].label) for row in marked for i in find_best(row, comparable=comparable)}
-    note = "" if comparable else " Losses per token are not compared: tokenizer or data differ."
-    note = f"Marked: the best value.{note}" if marked else NOT_MARKED
+    comparable = have_comparable_losses(runs)
+    table, note = _render_figures(runs, [summarize(view) for view in runs], comparable=comparable)
+    if note != NOT_MARKED and not comparable:
+        note += " Losses per token are not compared: tokenizer or data differ."
     return (
-        f"<h2>Settings that differ</h2>\n{render_differences(runs)}\n<h2>Summary</h2>\n"
-        f'<p class="muted">{note}</p>\n'
-        f"{render_table(columns, [reported.name for reported in runs], best)}"
+        f"<h2>Settings that differ</h2>\n{_render_differences(runs)}\n"
+        f'<h2>Summary</h2>\n<p class="muted">{note}</p>\n{table}'
     )
 
 
-def _render_scores(runs: list[ReportedRun]) -> str:
-    """Renders the scores of tasks, of several runs the best of each marked; empty without any."""
-    found = [{one.label: one for one in list_scores(run.evaluation)} for run in runs]
-    labels = list(dict.fromkeys(label for scores in found for label in scores))
-    if not labels:
+def _render_scores(runs: list[RunView]) -> str:
+    """Renders the scores of tasks; empty without any."""
+    scores = [
+        [replace(one, value=f"{one.value} ({one.meaning})") for one in list_scores(view.evaluation)]
+        for view in runs
+    ]
+    if not any(scores):
         return ""
-    missing = Figure("", UNKNOWN)
-    rows = {label: [scores.get(label, missing) for scores in found] for label in labels}
-    columns: list[dict[str, str]] = [
-        {
-            label: f"{row[i].value} ({row[i].meaning})" if row[i].meaning else UNKNOWN
-            for label, row in rows.items()
-        }
-        for i in range(len(runs))
-    ]
-    marked = rows if have_equal_lengths(runs) else {}
-    best = {(i, label) for label, row in marked.items() for i in find_best(row, comparable=True)}
-    names = [] if len(runs) == 1 else [run.name for run in runs]
-    note = "" if len(runs) == 1 else " Marked: the best value." if marked else f" {NOT_MARKED}"
+    table, note = _render_figures(runs, scores, comparable=True)
     return (
-        f'<h2>Tasks</h2>\n<p class="muted">Zero-shot, by the rules of lm-eval, ± one standard '
-        f"error.{note}</p>\n{render_table(columns, names, best)}\n"
+        '<h2>Tasks</h2>\n<p class="muted">Zero-shot, by the rules of lm-eval, ± one standard '
+        f"error.{note and ' '}{note}</p>\n{table}\n"
     )
 
 
-def _render_next(runs: list[ReportedRun]) -> str:
+def _render_figures(
+    runs: list[RunView], figures: list[list[Figure]], *, comparable: bool
+) -> tuple[str, str]:
+    """Renders figures by run, the best of several marked, and a note on the marks.
+
+    Args:
+        runs: the runs.
+        figures: of each run; what is unknown of all is left out.
+        comparable: losses per token may be compared.
+    """
+    columns = [{one.label: one for one in column} for column in figures]
+    missing = Figure("", UNKNOWN)
+    rows = {label: [one.get(label, missing) for one in columns] for label in _keys(columns)}
+    rows = {label: row for label, row in rows.items() if any(x.value != UNKNOWN for x in row)}
+    same_length = len({view.last("tokens") for view in runs}) == 1
+    best = {
+        (number, label)
+        for label, row in (rows.items() if same_length else ())
+        for number in find_best(row, comparable=comparable)
+    }
+    texts = [{label: row[i].value for label, row in rows.items()} for i in range(len(runs))]
+    if len(runs) == 1:
+        return _render_table(texts), ""
+    note = "Marked: the best value." if same_length else NOT_MARKED
+    return _render_table(texts, [view.name for view in runs], best), note
+
+
+def _render_next(runs: list[RunView]) -> str:
     rows = "\n".join(
         f"<p>{escape(what)}</p>\n<pre>{escape(command)}</pre>" for what, command in next_steps(runs)
     )
     return f'<h2>What to do next</h2>\n<div class="card next">{rows}</div>\n'
 
 
-def _render_charts(charts: list[Chart], runs: list[ReportedRun]) -> str:
-    """Renders the places of charts, which the script fills, and notes on what they show."""
-    size = "large" if runs else "small"
+def _render_charts(charts: list[Chart], size: str) -> str:
+    """Renders the places of charts, which the script fills."""
     figures = "\n".join(
         f'<figure class="card"><figcaption>{escape(chart.title)}</figcaption>'
         f'<div class="{size}" id="chart-{chart.name}" role="img" '
@@ -282,58 +292,53 @@ def _render_charts(charts: list[Chart], runs: list[ReportedRun]) -> str:
         f"{'' if chart.series else 'nothing logged'}</div></figure>"
         for chart in charts
     )
-    page = f'<div class="plots {size}">\n{figures}\n</div>'
-    return f'{page}\n<p class="muted">{" ".join(_notes(runs))}</p>' if runs else page
+    return f'<div class="plots {size}">\n{figures}\n</div>'
 
 
-def _notes(runs: list[ReportedRun]) -> Iterable[str]:
+def _notes(runs: list[RunView]) -> Iterable[str]:
     yield "Over the tokens consumed. Drag to zoom, double-click to see all again."
     yield "<noscript>Drawing needs JavaScript; the page loads nothing.</noscript>"
     n_points = min(POINTS_IN_A_CURVE, POINTS_IN_ALL // len(runs))
-    if any(len(run.metrics.train) > n_points for run in runs):
+    if any(len(view.metrics.train) > n_points for view in runs):
         yield (
             f"Curves of more than {n_points} points are divided into {n_points} intervals: the "
             "line is the mean of each, the band spans its minimum to maximum."
         )
-    if any(len(run.metrics.events) > MARKS_LIMIT for run in runs):
+    if any(len(view.metrics.events) > MARKS_LIMIT for view in runs):
         yield f"At most {MARKS_LIMIT} marks of each kind are drawn."
-    if any(run.metrics.abandoned for run in runs):
+    if any(view.metrics.abandoned for view in runs):
         yield (
             "Faint lines are steps that were repeated after a restart or rollback; only the last "
             "repetition counts."
         )
 
 
-def _render_planned(reported: ReportedRun, *, alone: bool) -> str:
-    rows = compare_with_plan(reported)
+def _render_planned(view: RunView, *, alone: bool) -> str:
+    rows = compare_with_plan(view)
     columns = [{key: pair[side] for key, pair in rows.items()} for side in (0, 1)]
-    title = "" if alone else f"<h3>{escape(reported.name)}</h3>\n"
-    return title + render_table(columns, ["planned", "measured"])
+    title = "" if alone else f"<h3>{escape(view.name)}</h3>\n"
+    return title + _render_table(columns, ["planned", "measured"])
 
 
-def _render_samples(reported: ReportedRun, *, alone: bool) -> str:
-    prompts = list(dict.fromkeys(str(line.get("prompt", "")) for line in reported.metrics.samples))
-    if not prompts:
+def _render_samples(view: RunView, *, alone: bool) -> str:
+    by_prompt: dict[str, list[Line]] = {}
+    for line in view.metrics.samples:
+        by_prompt.setdefault(str(line.get("prompt", "")), []).append(line)
+    if not by_prompt:
         return ""
-    title = "Samples" if alone else f"Samples of {reported.name}"
-    parts = [f"<h2>{escape(title)}</h2>\n"]
-    for prompt in prompts[:PROMPTS_SHOWN]:
-        lines = [line for line in reported.metrics.samples if str(line.get("prompt", "")) == prompt]
-        newest, *earlier = reversed(_spread(lines))
-        parts.append(_render_sample(newest, prompt))
+    parts = [f"<h2>{escape('Samples' if alone else f'Samples of {view.name}')}</h2>\n"]
+    for prompt, lines in list(by_prompt.items())[:PROMPTS_SHOWN]:
+        # Evenly spaced ones, including the first and the last.
+        n_shown = min(SAMPLES_SHOWN, len(lines))
+        shown = [lines[round(i * (len(lines) - 1) / max(1, n_shown - 1))] for i in range(n_shown)]
+        newest, *earlier = (_render_sample(line, prompt) for line in reversed(shown))
+        parts.append(newest)
         if earlier:
-            texts = "\n".join(_render_sample(line, prompt) for line in earlier)
-            parts.append(f"<details><summary>Earlier in training</summary>\n{texts}</details>\n")
-    if len(prompts) > PROMPTS_SHOWN:
-        n_left_out = len(prompts) - PROMPTS_SHOWN
+            parts.append(_folded("Earlier in training", "\n" + "\n".join(earlier)) + "\n")
+    if len(by_prompt) > PROMPTS_SHOWN:
+        n_left_out = len(by_prompt) - PROMPTS_SHOWN
         parts.append(f'<p class="muted">{n_left_out:,} more prompts are not shown.</p>\n')
     return "".join(parts)
-
-
-def _spread(lines: list[Line]) -> list[Line]:
-    """Picks evenly spaced lines, including the first and the last."""
-    n_shown = min(SAMPLES_SHOWN, len(lines))
-    return [lines[round(i * (len(lines) - 1) / max(1, n_shown - 1))] for i in range(n_shown)]
 
 
 def _render_sample(line: Line, prompt: str) -> str:
@@ -343,3 +348,161 @@ def _render_sample(line: Line, prompt: str) -> str:
         f'<div class="card sample"><small>step {line["step"]:,}</small>'
         f"<blockquote><b>{escape(prompt[:PROMPT_CHARACTERS])}</b>{escape(text)}</blockquote></div>\n"
     )
+
+
+def _render_events(runs: list[RunView]) -> str:
+    """Lists the events of all runs; if there are very many, only the first and the last."""
+    events = [(view.name, event) for view in runs for event in view.metrics.events]
+    if not events:
+        return '<p class="muted">No restart, rollback, skipped step, failed save or stop.</p>\n'
+    note = ""
+    if len(events) > EVENTS_SHOWN:
+        n_left_out, half = len(events) - EVENTS_SHOWN, EVENTS_SHOWN // 2
+        events = [*events[:half], *events[-half:]]
+        note = f'<p class="muted">{n_left_out:,} between are not shown.</p>\n'
+    several = len(runs) > 1
+    rows = "\n".join(
+        f'<tr><th scope="row">{event.step:,}</th>'
+        + (f'<td class="run">{escape(name)}</td>' if several else "")
+        + f"<td>{escape(event.text[:500])}</td></tr>"
+        for name, event in events
+    )
+    headings = ["step", *(["run"] if several else []), "what"]
+    head = "".join(f'<th scope="col">{heading}</th>' for heading in headings)
+    return _boxed_table("events", head, rows) + note
+
+
+def _render_differences(runs: list[RunView]) -> str:
+    """Shows the settings that differ between runs."""
+    columns = [_flatten(view.run) for view in runs]
+    differing = _differing(columns)
+    if not differing:
+        return '<p class="muted">None: the runs have the same settings.</p>'
+    return _render_fields(differing, columns, [view.name for view in runs])
+
+
+def _render_settings(runs: list[RunView]) -> str:
+    """Shows differences from the nearest preset first, then from the defaults; folds the rest."""
+    defaults = _flatten(Run())
+    columns, headings = [_flatten(view.run) for view in runs], [view.name for view in runs]
+    first: list[str] = []
+    parts = []
+    if len(runs) == 1:
+        headings = ["this run"]
+        preset, compared = _find_nearest_preset(columns[0])
+        first = _differing([*columns, compared])
+        table = _render_fields(first, [*columns, compared], [*headings, f"preset {preset}"])
+        parts.append(
+            f'<p class="muted">Different from the nearest preset, {escape(preset)}:</p>\n{table}'
+        )
+    changed = _differing([*columns, defaults])
+    rest = [key for key in changed if key not in first]
+    same = [key for key in _keys(columns) if key not in changed and key not in OWN_FIELDS]
+    more = f"{len(rest)} {'more ' if first else ''}settings that are not the default"
+    table = _render_fields(rest, [*columns, defaults], [*headings, "default"])
+    parts += [
+        _folded(more, f"\n{table}"),
+        _folded(f"{len(same)} settings at their defaults", f"\n{_render_fields(same, [defaults])}"),
+    ]
+    return "\n".join(parts)
+
+
+def _find_nearest_preset(fields: Fields) -> tuple[str, Fields]:
+    """Finds the shipped preset that differs least from a run, and its values."""
+    presets = {name: _flatten(load_run(name).run) for name in preset_names()}
+
+    def distance(name: str) -> int:
+        differing = _differing([presets[name], fields])
+        return sum(not key.startswith(OWN_SECTIONS) for key in differing)
+
+    nearest = min(sorted(presets), key=distance)
+    return nearest, presets[nearest]
+
+
+def _flatten(run: Run) -> Fields:
+    """Maps dotted field names to values, as on the command line."""
+    fields: Fields = {}
+
+    def add(values: dict[str, Any], prefix: str) -> None:
+        for key, value in values.items():
+            if isinstance(value, dict):
+                add(value, f"{prefix}{key}.")
+            else:
+                fields[prefix + key] = _as_text(value)
+
+    add(run.model_dump(mode="json", exclude=unused_settings(run)), "")
+    return fields
+
+
+def _as_text(value: Any) -> str:
+    return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+
+
+def _keys(columns: Iterable[Mapping[str, object]]) -> list[str]:
+    return list(dict.fromkeys(key for column in columns for key in column))
+
+
+def _differing(columns: Iterable[Fields]) -> list[str]:
+    """Lists the fields whose values differ between columns; all runs have names of their own."""
+    columns = list(columns)
+    return [
+        key
+        for key in _keys(columns)
+        if key not in OWN_FIELDS and len({fields.get(key) for fields in columns}) > 1
+    ]
+
+
+def _render_fields(keys: list[str], columns: list[Fields], headings: Iterable[str] = ()) -> str:
+    chosen = [{key: fields.get(key, UNKNOWN) for key in keys} for fields in columns]
+    return _render_table(chosen, headings, css="fields")
+
+
+def _render_table(
+    columns: list[Fields],
+    headings: Iterable[str] = (),
+    marked: set[tuple[int, str]] | None = None,
+    css: str = "",
+) -> str:
+    """Renders one row for each field.
+
+    Args:
+        columns: values by field.
+        headings: of the columns; without any, the table has none.
+        marked: cells to stand out, by number of the column and field.
+        css: class of the table.
+    """
+    keys = _keys(columns)
+    if not keys:
+        return '<p class="muted">Nothing recorded.</p>'
+
+    def cell(number: int, key: str) -> str:
+        text = escape(columns[number].get(key, UNKNOWN))
+        return (
+            f"<td><mark>{text}</mark></td>"
+            if (number, key) in (marked or ())
+            else f"<td>{text}</td>"
+        )
+
+    rows = "\n".join(
+        f'<tr><th scope="row">{_breakable(key)}</th>'
+        f"{''.join(cell(number, key) for number in range(len(columns)))}</tr>"
+        for key in keys
+    )
+    names = "".join(f'<th scope="col">{escape(heading)}</th>' for heading in headings)
+    return _boxed_table(css, f"<td></td>{names}" if names else "", rows)
+
+
+def _breakable(key: str) -> str:
+    """Lets a narrow screen break a field name between its words."""
+    return escape(key).replace(".", ".<wbr>").replace("_", "_<wbr>")
+
+
+def _boxed_table(css: str, head: str, rows: str) -> str:
+    """Renders a table in its own scroll area, for touch and keyboard."""
+    head = f"<thead><tr>{head}</tr></thead>\n" if head else ""
+    table = f'<table class="{css}">\n{head}<tbody>\n{rows}\n</tbody></table>'
+    return f'<div class="card scroll" tabindex="0">{table}</div>'
+
+
+def _folded(title: str, content: str) -> str:
+    return f"<details><summary>{title}</summary>{content}</details>"
