@@ -16,6 +16,7 @@ from trainyard.errors import escape
 
 if TYPE_CHECKING:
     from rich.console import Console
+    from rich.table import Table
     from rich.text import Text
 
 PLAIN_LINE_EVERY_SECONDS = 10.0
@@ -105,6 +106,17 @@ def print_lines(text: Text) -> None:
         console.print(line[:indent], end="")
         parts = line[indent:].wrap(console, console.width - indent)
         console.print(Text(f"\n{'':{indent}}").join(parts))
+
+
+def facts_table(title: str, facts: dict[str, str]) -> Table:
+    """Renders names and values below a title."""
+    from rich.table import Table
+    from rich.text import Text
+
+    table = Table(title=Text(escape(title)), title_justify="left", show_header=False, box=None)
+    for name, value in facts.items():
+        table.add_row(Text(escape(name)), Text(escape(value)))
+    return table
 
 
 class _Unescaped:

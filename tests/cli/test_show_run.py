@@ -1,13 +1,12 @@
 from __future__ import annotations
 
-from trainyard.cli.show_fields import render_fields
-from trainyard.cli.show_run import render_run_summary
+from trainyard.cli.show_run import render_fields, render_run_summary
 from trainyard.config.load import all_fields, load_run
 from trainyard.config.schema import field_manuals
 
 
 def summary(name: str, *overrides: str, all_fields: bool = False) -> list[str]:
-    text = render_run_summary(load_run(name, list(overrides)), all_fields=all_fields)
+    text = render_run_summary(load_run(name, list(overrides)), with_defaults=all_fields)
     return text.plain.splitlines()
 
 

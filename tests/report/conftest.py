@@ -81,12 +81,9 @@ def write_run_folder(folder: Path, lines: list[dict[str, Any]]) -> Path:
 
 def make_view(metrics: RunMetrics, **values: Any) -> RunView:
     """Makes the view of a run that trains on four ranks."""
-    view = RunView(
-        Path("runs/tiny"),
-        *("tiny", Run(), "training", "training: process 7", metrics),
-        *({"n_steps": 50, "n_ranks": 4}, {}, {}, [], [], {}),
-    )
-    return replace(view, **values)
+    state = ("training", "training: process 7")
+    view = RunView(Path("runs/tiny"), "tiny", Run(), *state, metrics, {}, {}, {}, [], [], {})
+    return replace(view, plan={"n_steps": 50, "n_ranks": 4}, **values)
 
 
 @pytest.fixture(scope="session")

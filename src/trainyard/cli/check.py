@@ -128,8 +128,7 @@ def _check_each(
     Raises:
         UserError: of `kind`, with the problems of all.
     """
-    from trainyard.cli.tables import facts_table
-    from trainyard.log import build_console, show_progress
+    from trainyard.log import build_console, facts_table, show_progress
 
     console = build_console(soft_wrap=True)
     errors: list[UserError] = []

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from functools import cache
 from importlib import import_module
-from typing import Any, cast
+from typing import Any
 
 import typer
 from typer.core import TyperCommand, TyperGroup
@@ -50,22 +50,11 @@ class Verbs(TyperGroup):
 
     def __init__(self, **settings: Any) -> None:
         super().__init__(**settings)
-        self.commands = cast(Any, _Imported())
+        self.commands: dict[str, Any] = dict.fromkeys(VERBS)
 
-
-class _Imported(Mapping[str, Any]):
-    """The commands of the verbs by name."""
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(VERBS)
-
-    def __len__(self) -> int:
-        return len(VERBS)
-
-    def __getitem__(self, name: str) -> Any:
-        if name not in VERBS:
-            raise KeyError(name)
-        return _import(name)
+    def get_command(self, _ctx: Any, name: str) -> Any:
+        """Imports a verb."""
+        return _import(name) if name in self.commands else None
 
 
 @cache

@@ -59,81 +59,55 @@ def show(
     trainyard show --schema > run.schema.json
     trainyard show order run.toml --split train --start 0 --count 2000 --output order.npz
     """
+    from trainyard.cli import show_run
     from trainyard.log import build_console, print_lines
 
-    console = build_console(soft_wrap=True)
-    names = what or []
+    console, names = build_console(soft_wrap=True), what or []
     if schema:
         from trainyard.config.schema import render_schema
 
         typer.echo(render_schema(), nl=False)
     elif fields:
-        from trainyard.cli.show_fields import render_fields
-
-        print_lines(render_fields(names[0] if names else ""))
-    elif names and names[0] == "order":
+        print_lines(show_run.render_fields(names[0] if names else ""))
+    elif not names:
+        typer.echo(show_run.render_families())
+    elif names[0] == "order":
         from trainyard.cli.show_data import show_order
 
         show_order(names[1:], split, start, count, output)
-    elif names and names[0] == "cluster":
-        from trainyard.cli.show_cluster import show_cluster
-
-        show_cluster(names[1:], console)
-    elif not names:
-        from trainyard.cli.show_families import render_families
-
-        typer.echo(render_families())
+    elif names[0] == "cluster":
+        show_run.show_cluster(names[1:], console)
     elif Path(f"{without_ending(names[0])}.idx").exists() or names[0].endswith(".bin"):
         from trainyard.cli.show_data import show_data, show_dropped
 
+        prefix = without_ending(names[0])
         if dropped:
-            show_dropped(without_ending(names[0]), console)
+            show_dropped(prefix, console)
             return
-        show_data(without_ending(names[0]), console, count=count, tokenizer_path=tokenizer)
+        show_data(prefix, console, count=count, tokenizer_path=tokenizer)
     else:
         _show_thing(names[0], names[1:], console, all_fields=all_fields)
 
 
 def _show_thing(name: str, overrides: list[str], console: Console, *, all_fields: bool) -> None:
-    from trainyard.cli.show_families import is_family
+    from trainyard.cli import show_run
     from trainyard.config.load import load_run, preset_names
     from trainyard.data.vocabulary import GPT2
+    from trainyard.log import print_lines
 
     path = Path(name)
     if not path.exists() and name not in preset_names():
         path = RUNS_FOLDER / name
-    is_checkpoint = (path / "manifest.json").exists()
     files = ("tokenizer.json", "vocab.json", "gpt2-vocab.json")
     has_tokenizer = any((path / file).exists() for file in files)
-    if name == GPT2 or (has_tokenizer and not is_checkpoint):
+    if name == GPT2 or (has_tokenizer and not (path / "manifest.json").exists()):
         from trainyard.cli.show_data import show_tokenizer
 
         show_tokenizer(name, console)
-    elif is_family(name):
-        from trainyard.cli.show_families import render_family
-
-        typer.echo(render_family(name))
+    elif family := show_run.render_family(name):
+        typer.echo(family)
     elif overrides or all_fields or not holds_checkpoint(path):
-        from trainyard.cli.show_run import render_run_summary
-        from trainyard.log import print_lines
-
-        print_lines(render_run_summary(load_run(name, overrides), all_fields=all_fields))
+        loaded = load_run(name, overrides)
+        print_lines(show_run.render_run_summary(loaded, with_defaults=all_fields))
     else:
-        from trainyard.checkpoint.format import read_manifest
-        from trainyard.checkpoint.resume import find_checkpoint, format_value
-        from trainyard.cli.check import describe_checkpoint
-        from trainyard.cli.tables import facts_table
-        from trainyard.training.run_folder import read_history
-        from trainyard.training.start import ancestors_of, describe_ancestry
-
-        checkpoint = find_checkpoint(path)
-        manifest = read_manifest(checkpoint)
-        facts = describe_checkpoint(manifest)
-        if ancestors := ancestors_of(manifest):
-            facts["ancestry"] = describe_ancestry(ancestors)
-        for step, changes in read_history(path) if (path / "run.toml").exists() else []:
-            facts[f"from step {step:,}"] = "; ".join(
-                f"{each.field}: {format_value(each.wanted)}, before {format_value(each.saved)}"
-                for each in changes
-            )
-        console.print(facts_table(str(checkpoint), facts))
+        show_run.show_checkpoint(path, console)

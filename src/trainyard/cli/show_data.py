@@ -12,12 +12,12 @@ import numpy as np
 from rich.table import Table
 from rich.text import Text
 
-from trainyard.cli.tables import facts_table
 from trainyard.errors import ConfigError, DataError
+from trainyard.log import facts_table
 from trainyard.units import format_bytes
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterable, Iterator, Sequence
 
     from numpy.typing import NDArray
     from rich.console import Console
@@ -59,15 +59,12 @@ def show_data(
     }
     facts |= _record_facts(sidecar) if sidecar else {"made by": "unknown: no .json beside it"}
     console.print(facts_table(printable(prefix), facts))
-    tables = [_lengths_table(dataset)]
+    _print_table(
+        *("tokens per document", "tokens", ("documents", "share"), "", _length_rows(dataset)),
+        console,
+    )
     if sidecar is not None:
-        tables += [_groups_table(sidecar), _steps_table(sidecar), _sources_table(sidecar)]
-    for table in tables:
-        if table.row_count:
-            console.print()
-            console.print(table)
-    if sidecar is not None and sidecar.quarantined:
-        _show_quarantined(sidecar, console)
+        _show_record(sidecar, console)
     _show_documents(dataset, tokenizer, count, console)
 
 
@@ -103,21 +100,31 @@ def printable(text: str) -> str:
 def count_lengths(dataset: IndexedDataset) -> NDArray[np.int64]:
     """Counts documents by length: 0 tokens, 1, 2 to 3, 4 to 7, ..., 2^(i-1) to 2^i - 1."""
     counts = np.zeros(64, np.int64)
-    for lengths in _document_lengths(dataset):
+    documents = dataset.document_indices
+    for first in range(0, len(documents) - 1, _SLAB):
+        lengths = np.diff(_token_offsets(dataset, documents[first : first + _SLAB + 1]))
         counts += np.bincount(np.frexp(lengths)[1], minlength=64)
     return counts
 
 
-def _document_lengths(dataset: IndexedDataset) -> Iterator[NDArray[np.int64]]:
-    """Yields the tokens of each document, a slab of documents at a time."""
-    n_sequences, itemsize = len(dataset), dataset.dtype.itemsize
-    entries = dataset.document_indices
-    for first in range(0, len(entries) - 1, _SLAB):
-        sequences = np.array(entries[first : first + _SLAB + 1])
-        ends = np.full(len(sequences), dataset.n_tokens * itemsize)
-        inside = sequences < n_sequences
-        ends[inside] = dataset.sequence_pointers[sequences[inside]]
-        yield np.diff(ends) // itemsize
+def _token_offsets(dataset: IndexedDataset, sequences: NDArray[np.int64]) -> NDArray[np.int64]:
+    """Returns where sequences begin, in tokens; the one after the last begins at the end."""
+    offsets = np.full(len(sequences), dataset.n_tokens)
+    inside = np.asarray(sequences) < len(dataset)
+    offsets[inside] = dataset.sequence_pointers[sequences[inside]] // dataset.dtype.itemsize
+    return offsets
+
+
+def _length_rows(dataset: IndexedDataset) -> Iterator[list[str]]:
+    counts = count_lengths(dataset)
+    filled = np.flatnonzero(counts)
+    total, most = int(counts.sum()), int(counts.max())
+    for number in range(filled[0], filled[-1] + 1) if len(filled) else ():
+        count = int(counts[number])
+        low, high = (1 << number) // 2, (1 << number) - 1
+        bar = "#" * -(-BAR_CHARACTERS * count // most)  # rounded up: one document is seen
+        lengths = f"{low:,}" if low >= high else f"{low:,} to {high:,}"
+        yield [lengths, f"{count:,}", f"{count / total:.1%}", bar]
 
 
 def _record_facts(sidecar: Sidecar) -> dict[str, str]:
@@ -134,82 +141,60 @@ def _record_facts(sidecar: Sidecar) -> dict[str, str]:
     }
 
 
-def _build_table(title: str, *columns: str) -> Table:
-    """Starts a table with a first column of text and other columns of numbers."""
-    table = Table(title=title, title_justify="left", box=None, header_style="")
-    table.add_column(columns[0], overflow="fold")
-    for column in columns[1:]:
-        table.add_column(column, justify="right", no_wrap=True)
-    return table
-
-
-def _lengths_table(dataset: IndexedDataset) -> Table:
-    table = _build_table("tokens per document", "tokens", "documents", "share")
-    table.add_column("")
-    counts = count_lengths(dataset)
-    filled = np.flatnonzero(counts)
-    if not len(filled):
-        return table
-    total, most = int(counts.sum()), int(counts.max())
-    for number in range(int(filled[0]), int(filled[-1]) + 1):
-        count = int(counts[number])
-        low, high = (1 << number) // 2, (1 << number) - 1
-        bar = "#" * -(-BAR_CHARACTERS * count // most)  # rounded up: one document is seen
-        lengths = f"{low:,}" if low >= high else f"{low:,} to {high:,}"
-        table.add_row(lengths, f"{count:,}", f"{count / total:.1%}", bar)
-    return table
-
-
-def _groups_table(sidecar: Sidecar) -> Table:
-    table = _build_table("groups", "value", "documents", "text", "tokens", "share of tokens")
-    groups = sorted(sidecar.groups.items(), key=lambda item: (-item[1].tokens, item[0]))
-    for value, group in groups[:SHOWN_ROWS]:
-        share = group.tokens / max(sidecar.tokens, 1)
-        text = format_bytes(group.text_bytes)
-        name = Text(printable(value) or "(none)")
-        table.add_row(name, f"{group.documents:,}", text, f"{group.tokens:,}", f"{share:.2%}")
-    _add_rest(table, len(groups))
-    return table
-
-
-def _steps_table(sidecar: Sidecar) -> Table:
-    columns = ("documents in", "documents out", "text in", "text out")
-    table = _build_table("steps", "step", *columns)
-    table.add_column("dropped")
+def _show_record(sidecar: Sidecar, console: Console) -> None:
+    """Prints groups, steps, source files and unreadable documents."""
+    by_tokens = sorted(sidecar.groups.items(), key=lambda item: (-item[1].tokens, item[0]))
+    n_tokens = max(sidecar.tokens, 1)
+    groups = []
+    for value, group in by_tokens:
+        counts = [f"{group.documents:,}", format_bytes(group.text_bytes), f"{group.tokens:,}"]
+        groups.append([value or "(none)", *counts, f"{group.tokens / n_tokens:.2%}"])
+    columns = ("documents", "text", "tokens", "share of tokens")
+    _print_table("groups", "value", columns, None, _shortened(groups), console)
+    steps = []
     for step in sidecar.steps:
         by_number = sorted(step.dropped.items(), key=lambda item: (-item[1], item[0]))
-        reasons = [f"{printable(reason)}: {count:,}" for reason, count in by_number]
+        reasons = [f"{reason}: {count:,}" for reason, count in by_number]
         reasons += filter(None, [step.describe_sentences()])
-        table.add_row(
-            Text(printable(step.kind)),
-            f"{step.documents_in:,}",
-            f"{step.documents_out:,}",
-            format_bytes(step.bytes_in),
-            format_bytes(step.bytes_out),
-            Text(", ".join(reasons)),
-        )
-    return table
+        counts = [f"{step.documents_in:,}", f"{step.documents_out:,}"]
+        sizes = [format_bytes(step.bytes_in), format_bytes(step.bytes_out)]
+        steps.append([step.kind, *counts, *sizes, ", ".join(reasons)])
+    columns = ("documents in", "documents out", "text in", "text out")
+    _print_table("steps", "step", columns, "dropped", steps, console)
+    sources = [[source.path, format_bytes(source.size_bytes)] for source in sidecar.sources]
+    _print_table("source files", "file", ("size",), None, _shortened(sources), console)
+    if sidecar.quarantined:
+        console.print("\nunreadable documents", style="italic")
+        kinds = [f"{kind}: {number:,}" for kind, number in sorted(sidecar.quarantined.items())]
+        for text in [*kinds, *sidecar.quarantined_places]:
+            console.print(f"  {printable(text)}", highlight=False, markup=False)
 
 
-def _sources_table(sidecar: Sidecar) -> Table:
-    table = _build_table("source files", "file", "size")
-    for source in sidecar.sources[:SHOWN_ROWS]:
-        table.add_row(Text(printable(source.path)), format_bytes(source.size_bytes))
-    _add_rest(table, len(sidecar.sources))
-    return table
+def _shortened(rows: list[list[str]]) -> list[list[str]]:
+    n_more = len(rows) - SHOWN_ROWS
+    return rows[:SHOWN_ROWS] + ([[f"and {n_more:,} more"]] if n_more > 0 else [])
 
 
-def _add_rest(table: Table, count: int) -> None:
-    if count > SHOWN_ROWS:
-        table.add_row(f"and {count - SHOWN_ROWS:,} more")
-
-
-def _show_quarantined(sidecar: Sidecar, console: Console) -> None:
-    console.print("\nunreadable documents", style="italic")
-    for kind, number in sorted(sidecar.quarantined.items()):
-        console.print(f"  {printable(kind)}: {number:,}", highlight=False, markup=False)
-    for place in sidecar.quarantined_places:
-        console.print(f"  {printable(place)}", highlight=False, markup=False)
+def _print_table(
+    title: str,
+    first: str,
+    numbers: Sequence[str],
+    last: str | None,
+    rows: Iterable[list[str]],
+    console: Console,
+) -> None:
+    """Prints columns of text, numbers and, if there is a last one, text; nothing without rows."""
+    table = Table(title=title, title_justify="left", box=None, header_style="")
+    table.add_column(first, overflow="fold")
+    for column in numbers:
+        table.add_column(column, justify="right", no_wrap=True)
+    if last is not None:
+        table.add_column(last)
+    for row in rows:
+        table.add_row(*(Text(printable(cell)) for cell in row))
+    if table.row_count:
+        console.print()
+        console.print(table)
 
 
 def _show_documents(
@@ -220,34 +205,22 @@ def _show_documents(
     shown = max(0, min(count, n_documents))
     for number in range(shown):
         document = number * (n_documents - 1) // max(shown - 1, 1)
-        n_tokens, tokens = _read_document(dataset, document, 4 * SHOWN_CHARACTERS)
+        first, end = _token_offsets(dataset, dataset.document_indices[document : document + 2])
+        n_tokens = int(end - first)
+        tokens = dataset.stream[first : min(end, first + 4 * SHOWN_CHARACTERS)].astype(np.int64)
         if tokenizer is None:
             text = " ".join(map(str, tokens[:SHOWN_TOKENS]))
             text += " ..." if n_tokens > SHOWN_TOKENS else ""
         else:
             text = tokenizer.decode(tokens)
-            cut = len(text) > SHOWN_CHARACTERS or n_tokens > len(tokens)
-            text = text[:SHOWN_CHARACTERS] + (" ..." if cut else "")
+            is_cut = len(text) > SHOWN_CHARACTERS or n_tokens > len(tokens)
+            text = text[:SHOWN_CHARACTERS] + (" ..." if is_cut else "")
         _print_text(f"\ndocument {document:,}, {n_tokens:,} tokens", text, console)
 
 
 def _print_text(title: str, text: str, console: Console) -> None:
     lines = "\n".join(f"  {printable(line)}" for line in text.split("\n"))
     console.print(f"{title}\n{lines}", highlight=False, markup=False)
-
-
-def _read_document(
-    dataset: IndexedDataset, document: int, most: int
-) -> tuple[int, NDArray[np.int64]]:
-    """Counts the tokens of a document, and reads the first ones."""
-    n_sequences, itemsize = len(dataset), dataset.dtype.itemsize
-    first, last = (
-        int(dataset.sequence_pointers[entry]) // itemsize
-        if entry < n_sequences
-        else dataset.n_tokens
-        for entry in map(int, dataset.document_indices[document : document + 2])
-    )
-    return last - first, dataset.stream[first : min(last, first + most)].astype(np.int64)
 
 
 def show_order(
