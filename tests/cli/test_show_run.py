@@ -61,13 +61,13 @@ def test_long_lists_are_shortened() -> None:
 def test_a_layout_names_its_smallest_number_of_ranks_and_its_stages() -> None:
     cut = ["parallel.tensor=2", "parallel.pipeline=2", "parallel.chunks=2"]
     lines = summary("tiny", "model.n_layers=6", *cut, "parallel.schedule=interleaved")
-    assert "layout     tensor 2 x pipeline 2, ZeRO stage 1, fp32" in lines
+    assert "layout     pipeline 2 (interleaved, 2 chunks) x tensor 2, ZeRO stage 1, fp32" in lines
     assert "ranks      4 at least; micro batches of each in a step: 2 of 4 sequences" in lines
-    assert "stages     interleaved, blocks by pipeline rank: 0, 3-4 | 1-2, 5" in lines
+    assert "stages     blocks by pipeline rank: 0, 3-4 | 1-2, 5" in lines
     lines = summary("tiny", "parallel.data_replicate=2")
-    assert "layout     data 2, ZeRO stage 2 in 2 replicas, fp32" in lines
+    assert "layout     replicas 2, ZeRO stage 2, fp32" in lines
     lines = summary("tiny")
-    assert "layout     one rank, ZeRO stage 2, fp32" in lines
+    assert "layout     one process, ZeRO stage 2, fp32" in lines
     assert not any(line.startswith(("ranks ", "stages ")) for line in lines)
 
 

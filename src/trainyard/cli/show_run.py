@@ -21,6 +21,7 @@ from trainyard.config.run import Run
 from trainyard.errors import ConfigError
 from trainyard.log import facts_table
 from trainyard.planning.flops import model_flops_per_token
+from trainyard.planning.layout_check import describe_layout
 from trainyard.planning.resolve import Plan, resolve
 from trainyard.units import Length, format_large, format_number
 
@@ -91,13 +92,9 @@ def _facts(run: Run, plan: Plan) -> dict[str, str]:
 
 def _layout(run: Run, plan: Plan) -> dict[str, str]:
     """Describes the smallest layout; any more ranks are data parallel."""
-    parallel, topology = run.parallel, plan.topology
-    sharding = f"ZeRO stage {parallel.zero_stage}"
-    if topology.replicate > 1:
-        sharding += f" in {topology.replicate} replicas"
-    sizes = {name: getattr(topology, name) for name in ("data", "tensor", "pipeline", "context")}
-    product = " x ".join(f"{name} {size}" for name, size in sizes.items() if size > 1) or "one rank"
-    layout = {"layout": f"{product}, {sharding}, {run.precision.kind}"}
+    topology, zero_stage = plan.topology, run.parallel.zero_stage
+    text = f"{describe_layout(run, topology)}, ZeRO stage {zero_stage}, {run.precision.kind}"
+    layout = {"layout": text}
     if plan.n_ranks > 1:
         n_of_rank = run.train.global_batch_size // run.train.micro_batch_size // topology.data
         layout["ranks"] = (
@@ -109,7 +106,7 @@ def _layout(run: Run, plan: Plan) -> dict[str, str]:
             f"{first}-{end - 1}" if end - first > 1 else f"{first}" for first, end in plan.stages
         ]
         by_rank = (", ".join(stages[i :: topology.pipeline]) for i in range(topology.pipeline))
-        layout["stages"] = f"{parallel.schedule}, blocks by pipeline rank: {' | '.join(by_rank)}"
+        layout["stages"] = f"blocks by pipeline rank: {' | '.join(by_rank)}"
     return layout
 
 
@@ -158,13 +155,10 @@ def render_fields(section: str = "") -> Text:
     text.append("\n\nEvery field of a data file, for trainyard prepare.")
     defaults = {name: field_value(data, name) for name in all_fields(corpus.Corpus)}
     _append_fields(text, defaults, field_manuals(corpus.Corpus))
-    for kind in (
-        *(corpus.Keep, corpus.Normalize, corpus.LengthLimits, corpus.Quality),
-        *(corpus.Deduplicate, corpus.NearDeduplicate),
-    ):
-        name = get_args(kind.model_fields["kind"].annotation)[0]
+    for kind in get_args(get_args(corpus.Step)[0]):
+        name = f'steps, kind = "{get_args(kind.model_fields["kind"].annotation)[0]}"'
         manual = (kind.__doc__ or "").strip().splitlines()[0]
-        _append_fields(text, {f'steps, kind = "{name}"': None}, {f'steps, kind = "{name}"': manual})
+        _append_fields(text, {name: None}, {name: manual})
         defaults = {
             field: None if info.is_required() else info.default
             for field, info in kind.model_fields.items()

@@ -11,12 +11,12 @@ from dataclasses import replace
 from functools import cache
 from html import escape
 from importlib.resources import files
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 from trainyard import errors
 from trainyard.architecture import describe_parts
+from trainyard.checkpoint.resume import format_value
 from trainyard.config.load import load_run, preset_names
 from trainyard.config.run import Run
 from trainyard.errors import explain_failure
@@ -39,7 +39,7 @@ from trainyard.report.figures import (
 )
 from trainyard.report.metrics import Line
 from trainyard.report.run_view import UNKNOWN, RunView, load_facts, read_run, unused_settings
-from trainyard.training.run_folder import HISTORY_FOLDER
+from trainyard.training.run_folder import read_history
 from trainyard.training.start import describe_ancestry
 from trainyard.units import format_number
 
@@ -107,64 +107,37 @@ def render_page(runs: list[RunView], charts: list[Chart]) -> str:
     alone = len(runs) == 1
     names = [view.name for view in runs]
     title = f"Training report: {', '.join(names) if len(runs) <= 3 else f'{len(runs)} runs'}"
-    versions = [load_facts(view.folder / "versions.json") for view in runs]
-    environment = [{key: _as_text(value) for key, value in facts.items()} for facts in versions]
-    script = _script()
+    script = f"/*\n{_asset('uplot/LICENSE')}*/\n{_asset('uplot/uPlot.iife.min.js')}\n"
+    script += _asset("charts.js")
     digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
     # Even a text that got past the escaping could neither run nor fetch anything.
     policy = f"default-src 'none'; style-src 'unsafe-inline'; script-src 'sha256-{digest}'"
-    return f"""<!DOCTYPE html>
-<html lang="en">
-<head>
-<meta charset="utf-8">
-<meta name="viewport" content="width=device-width, initial-scale=1">
-<meta http-equiv="Content-Security-Policy" content="{escape(policy)}">
-<title>{escape(title)}</title>
-<style>{_asset("uplot/uPlot.min.css")}
-{_asset("style.css")}</style>
-</head>
-<body>
-<header>
-<h1>{escape(title)}</h1>
-{"".join(_render_heading(view, alone=alone) for view in runs)}
-</header>
-<main>
-{"" if alone else _render_comparison(runs)}
-<section class="curves">
-{_render_charts(charts[:1], "large")}
-<p class="muted">{" ".join(_notes(runs))}</p>
-</section>
-{_render_tiles(runs[0]) if alone else ""}
-{_render_scores(runs)}
-{_render_next(runs)}
-{"".join(_render_samples(view, alone=alone) for view in runs)}
-<h2>Other curves</h2>
-{_render_charts(charts[1:], "small")}
-<h2>Settings</h2>
-{_render_settings(runs)}
-<h2>Restarts, skipped steps and failed saves</h2>
-{_render_events(runs)}
-<h2>Plan against measured</h2>
-{"".join(_render_planned(view, alone=alone) for view in runs)}
-<h2>Environment</h2>
-{_render_table(environment, [] if alone else names)}
-</main>
-<script type="application/json" id="charts">{_embed([chart.as_json() for chart in charts])}</script>
-<script>{script}</script>
-</body>
-</html>
-"""
+    return _asset("page.html").format(
+        policy=escape(policy),
+        title=escape(title),
+        plot_style=_asset("uplot/uPlot.min.css"),
+        style=_asset("style.css"),
+        headings="".join(_render_heading(view, alone=alone) for view in runs),
+        comparison="" if alone else _render_comparison(runs),
+        loss=_render_charts(charts[:1], "large"),
+        notes=" ".join(_notes(runs)),
+        tiles=_render_tiles(runs[0]) if alone else "",
+        scores=_render_scores(runs),
+        next_steps=_render_next(runs),
+        samples="".join(_render_samples(view, alone=alone) for view in runs),
+        charts=_render_charts(charts[1:], "small"),
+        settings=_render_settings(runs),
+        events=_render_events(runs),
+        planned="".join(_render_planned(view, alone=alone) for view in runs),
+        environment=_render_environment(runs),
+        data=_embed([chart.as_json() for chart in charts]),
+        script=script,
+    )
 
 
 @cache
 def _asset(name: str) -> str:
     return files("trainyard.report").joinpath(name).read_text(encoding="utf-8")
-
-
-@cache
-def _script() -> str:
-    licence = f"/*\n{_asset('uplot/LICENSE')}*/\n"
-    return f"{licence}{_asset('uplot/uPlot.iife.min.js')}\n{_asset('charts.js')}"
 
 
 def _embed(value: object) -> str:
@@ -196,15 +169,12 @@ def _describe_lineage(view: RunView) -> Iterator[str]:
     """Describes the checkpoints that a run started from, and each change since, with its step."""
     if view.ancestors:
         yield f"Started from {describe_ancestry(view.ancestors)}"
-    paths = sorted((view.folder / HISTORY_FOLDER).glob("until-*.toml"))
-    runs = [*(load_run(str(path)).run for path in paths), view.run]
-    for path, pair in zip(paths, pairwise(map(_flatten, runs)), strict=True):
-        before, now = pair
-        changes = "; ".join(
-            f"{key} {before.get(key, UNKNOWN)} became {now.get(key, UNKNOWN)}"
-            for key in _differing(pair)
+    for step, changes in read_history(view.folder):
+        texts = (
+            f"{one.field} {format_value(one.saved)} became {format_value(one.wanted)}"
+            for one in changes
         )
-        yield f"From step {int(path.stem.removeprefix('until-')):,}: {changes}"
+        yield f"From step {step:,}: {'; '.join(texts)}"
 
 
 def _render_tiles(view: RunView) -> str:
@@ -311,6 +281,12 @@ def _notes(runs: list[RunView]) -> Iterable[str]:
             "Faint lines are steps that were repeated after a restart or rollback; only the last "
             "repetition counts."
         )
+
+
+def _render_environment(runs: list[RunView]) -> str:
+    versions = [load_facts(view.folder / "versions.json") for view in runs]
+    columns = [{key: _as_text(value) for key, value in facts.items()} for facts in versions]
+    return _render_table(columns, [view.name for view in runs] if len(runs) > 1 else [])
 
 
 def _render_planned(view: RunView, *, alone: bool) -> str:

@@ -8,11 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from importlib.resources import as_file, files
 from pathlib import Path
 from typing import Any
 
 import matplotlib as mpl
 import numpy as np
+from matplotlib import rc_params_from_file
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure as Canvas
 from matplotlib.patches import Patch
@@ -36,7 +38,7 @@ ROW_INCHES, LEAST_PANEL_INCHES, MOST_PANEL_INCHES = 0.26, 1.3, 5.0
 MOST_LABELLED_PASSES = 200
 MOST_RANKS_IN_DETAIL = 8
 
-TEXT, MUTED, GRID, CARD, ALERT = "#1d2430", "#5b6675", "#dde1e7", "#fefefe", "#b3261e"
+TEXT, MUTED, ALERT = "#1d2430", "#5b6675", "#b3261e"
 # Okabe and Ito's palette, which colour-blind readers can tell apart, darkened to read on white.
 RUN_COLOURS = ("#0b6bb3", "#c2570a", "#11805a", "#9b4a8a", "#8a6d00", "#3b8ea5")
 HEX_OF_COLOUR = {"muted": MUTED, "alert": ALERT} | {
@@ -69,27 +71,16 @@ PASSES: dict[Kind, tuple[str, str]] = {
 }
 REST = {"data": ("data ranks", "#8a6d00"), "optimizer": ("optimizer", "#9b4a8a")}
 """What follows the passes of a step."""
-STYLE = {
-    "svg.fonttype": "none",
-    "svg.hashsalt": "trainyard",
-    "font.size": 9,
-    **dict.fromkeys(("text.color", "axes.titlecolor"), TEXT),
-    **dict.fromkeys(("axes.labelcolor", "axes.edgecolor", "xtick.color", "ytick.color"), MUTED),
-    **dict.fromkeys(("axes.spines.top", "axes.spines.right"), False),
-    "axes.grid": True,
-    "grid.color": GRID,
-    "axes.axisbelow": True,
-    "legend.edgecolor": "none",
-    "legend.facecolor": CARD,
-    "legend.framealpha": 0.85,
-    "axes.unicode_minus": False,
-}
 
 
 @contextmanager
 def drawing_style() -> Iterator[None]:
     """Sets the fonts and colours of a figure."""
-    with mpl.rc_context(STYLE):
+    file = files("trainyard.report").joinpath("pictures.mplstyle")
+    with (
+        as_file(file) as path,
+        mpl.rc_context(rc_params_from_file(path, use_default_template=False)),
+    ):
         yield
 
 
