@@ -24,6 +24,7 @@ from trainyard.config.edit import set_fields
 from trainyard.jobs.status import ask_scheduler, read_bad_nodes, read_starts
 from trainyard.jobs.submission import Submission, write_submission
 from trainyard.launch.lock import hold
+from trainyard.training.stop import INTERRUPTED
 
 __all__ = ["machines", "slurm"]
 COMMAND = [sys.executable, "-c", "from trainyard.cli.main import main; main()", "status"]
@@ -137,16 +138,33 @@ def test_starts_ends_and_nodes_that_failed(
     assert "    node n1 failed 2 times, and is excluded\n    node n3 failed once" in said
 
 
+AGAIN = "; the same command continues"
+
+
 @pytest.mark.parametrize(
-    ("code", "state"), [(0, "done"), (75, "stopped"), (93, "held"), (2, "stopped"), (None, "lost")]
+    ("reason", "code", "state", "text"),
+    [
+        ("why\nat", 0, "done", "ended: why"),
+        ("why\nat", 75, "stopped", f"ended: why{AGAIN}"),
+        ("why\nat", 93, "held", "ended: why; needs attention before it is started again"),
+        ("why\nat", 2, "stopped", "ended: why"),
+        ("why\nat", "x", "stopped", "ended: why"),
+        (INTERRUPTED.reason, INTERRUPTED.exit_code, "stopped", f"ended: stopped by Ctrl-C{AGAIN}"),
+        ("", None, "lost", "not running, reason unknown: killed, or its machine failed"),
+    ],
 )
 def test_a_run_that_does_not_train(
-    folder: Path, capsys: pytest.CaptureFixture[str], code: int | None, state: str
+    folder: Path,
+    capsys: pytest.CaptureFixture[str],
+    reason: str,
+    code: Any,
+    state: str,
+    text: str,
 ) -> None:
     if code is not None:
-        end(folder, "so it was", code)
+        end(folder, reason, code)
     found: dict[str, Any] = json.loads(status(folder, capsys, "--json"))
-    assert found["state"] == state
+    assert (found["state"], found["text"]) == (state, text)
     assert (found["step"], found["n_steps"], found["checkpoint"]) == (20, 50, None)
     assert found["seconds_left"] is None
     assert found["tokens_per_second"] == 4 * 512

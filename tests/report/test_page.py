@@ -9,6 +9,7 @@ import shlex
 from collections.abc import Callable
 from dataclasses import replace
 from html.parser import HTMLParser
+from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +28,8 @@ from .conftest import EVIL, run_lines, train_line
 MakeRunFolder = Callable[..., Path]
 VOID = {"meta", "wbr", "br", "link", "img", "input", "hr"}
 N_CHARTS = 5
+LEAST_OF_TEXT, LEAST_OF_LINES = 4.5, 3.0
+"""Ratios of luminance that WCAG 2.2 asks for (1.4.3 and 1.4.11)."""
 MAY_LOAD = ("src", "href", "xlink:href", "action", "data", "poster", "srcset")
 
 
@@ -440,3 +443,31 @@ def test_a_longer_run_depends_on_whether_the_rate_has_decayed(
         *("base", "name=base-longer", "train.start_from=base", "train.start_with=weights"),
         *("data.from_step=0", "data.skip=125 sequences"),
     ]
+
+
+def luminance(colour: str) -> float:
+    parts = [int(colour[i : i + 2], 16) / 255 for i in (1, 3, 5)]
+    linear = [p / 12.92 if p <= 0.04045 else ((p + 0.055) / 1.055) ** 2.4 for p in parts]
+    return sum(weight * p for weight, p in zip((0.2126, 0.7152, 0.0722), linear, strict=True))
+
+
+def contrast(one: str, other: str) -> float:
+    dark, light = sorted((luminance(one), luminance(other)))
+    return (light + 0.05) / (dark + 0.05)
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_text_and_curves_stand_out_enough(scheme: str) -> None:
+    style = files("trainyard.report").joinpath("style.css").read_text(encoding="utf-8")
+    light, dark = style.split("@media (prefers-color-scheme: dark)")
+    part = light if scheme == "light" else dark.split("* {")[0]
+    colours = dict(re.findall(r"--([\w-]+): (#[0-9a-f]{6})", part))
+    for background in ("page", "card", "mark"):
+        for name in ("text", "muted", "accent", "alert"):
+            if background == "mark" and name != "text":
+                continue  # marked values are plain text
+            found = contrast(colours[name], colours[background])
+            assert found >= LEAST_OF_TEXT, (name, background, found)
+    for number in range(6):
+        found = contrast(colours[f"run-{number}"], colours["card"])
+        assert found >= LEAST_OF_LINES, (number, found)

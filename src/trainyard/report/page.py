@@ -198,8 +198,12 @@ def _render_comparison(runs: list[RunView]) -> str:
     table, note = _render_figures(runs, [summarize(view) for view in runs], comparable=comparable)
     if note != NOT_MARKED and not comparable:
         note += " Losses per token are not compared: tokenizer or data differ."
+    settings = [_flatten(view.run) for view in runs]
+    differences = '<p class="muted">None: the runs have the same settings.</p>'
+    if differing := _differing(settings):
+        differences = _render_fields(differing, settings, [view.name for view in runs])
     return (
-        f"<h2>Settings that differ</h2>\n{_render_differences(runs)}\n"
+        f"<h2>Settings that differ</h2>\n{differences}\n"
         f'<h2>Summary</h2>\n<p class="muted">{note}</p>\n{table}'
     )
 
@@ -346,15 +350,6 @@ def _render_events(runs: list[RunView]) -> str:
     headings = ["step", *(["run"] if several else []), "what"]
     head = "".join(f'<th scope="col">{heading}</th>' for heading in headings)
     return _boxed_table("events", head, rows) + note
-
-
-def _render_differences(runs: list[RunView]) -> str:
-    """Shows the settings that differ between runs."""
-    columns = [_flatten(view.run) for view in runs]
-    differing = _differing(columns)
-    if not differing:
-        return '<p class="muted">None: the runs have the same settings.</p>'
-    return _render_fields(differing, columns, [view.name for view in runs])
 
 
 def _render_settings(runs: list[RunView]) -> str:
