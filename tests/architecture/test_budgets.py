@@ -55,9 +55,10 @@ def count_code_lines(path: Path) -> int:
         if token.type not in NO_CODE:
             code.update(range(token.start[0], token.end[0] + 1))
     for node in ast.walk(ast.parse(text)):
-        if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
-            if ast.get_docstring(node) is not None:
-                code.difference_update(range(node.body[0].lineno, node.body[0].end_lineno + 1))
+        kinds = ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
+        if isinstance(node, kinds) and ast.get_docstring(node) is not None:
+            first = node.body[0]
+            code.difference_update(range(first.lineno, (first.end_lineno or first.lineno) + 1))
     return len(code)
 
 

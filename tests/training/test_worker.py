@@ -45,12 +45,13 @@ from trainyard.parallel.mesh import HostClock, Mesh, build_mesh, choose_device, 
 from trainyard.planning.resolve import resolve
 from trainyard.topology import Topology
 from trainyard.training import loop
+from trainyard.training.inputs import build_shared_orders, read_unread
 from trainyard.training.run_folder import refuse_what_is_not_built, write_run_folder
 from trainyard.training.state import State, TrainContext
 from trainyard.training.step import StepResult, train_step
 from trainyard.training.stop import DONE, Stop, StopReason
-from trainyard.training.worker import build_shared_orders, read_unread, run_worker
 from trainyard.training.worker import main as worker_main
+from trainyard.training.worker import run_worker
 
 
 def train_losses(folder: Path) -> list[float]:
@@ -165,8 +166,8 @@ def test_emulated_bf16_is_said(
     tiny_run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     said: list[str] = []
-    monkeypatch.setattr("trainyard.training.worker.logger.warning", said.append)
-    name = "trainyard.training.worker.cpu_multiplies_bf16_natively"
+    monkeypatch.setattr("trainyard.precision.policy.logger.warning", said.append)
+    name = "trainyard.precision.policy.cpu_multiplies_bf16_natively"
     for native in (True, False):
         monkeypatch.setattr(name, lambda native=native: native)
         folder = tmp_path / str(native)
@@ -465,7 +466,7 @@ def test_data_without_a_record_is_read_once_by_all_ranks_together(
     run_ranks: Callable[..., list[Any]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("trainyard.data.index_cache.BLOCK_BYTES", 500)
-    monkeypatch.setattr("trainyard.training.worker.BLOCKS_A_ROUND", 2)
+    monkeypatch.setattr("trainyard.training.inputs.BLOCKS_A_ROUND", 2)
     (tmp_path / "other").mkdir()
     prefixes = [str(write_tokens(tmp_path)), str(write_tokens(tmp_path / "other"))]
     blocks = sum(-(-path.stat().st_size // 500) for p in prefixes for path in token_paths(p))

@@ -422,7 +422,7 @@ class ParallelModel:
 
 @torch.no_grad()
 def allocate(model: GPT, device: torch.device) -> None:
-    """Gives the parameters of a model memory on a device, if they have none, and makes them zero."""
+    """Gives a model memory on a device, where it has none, and makes its parameters zero."""
     if any(parameter.is_meta for parameter in model.parameters()):
         model.to_empty(device=device)
     for parameter in model.parameters():

@@ -5,20 +5,23 @@
 
 from __future__ import annotations
 
+import logging
 import sys
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from trainyard.config.precisions import FP32, Stored
+from trainyard.config.precisions import BF16, FP16, FP32, Stored
 from trainyard.config.rules import change
 from trainyard.config.run import Run
 from trainyard.model.gpt import GPT
 from trainyard.model.linear import Linear, PlainProduct, multiply_by
-from trainyard.planning.hardware import is_amd_with_avx512
+from trainyard.planning.hardware import cpu_multiplies_bf16_natively, is_amd_with_avx512
 from trainyard.precision.block_scaled import torch_dtype
 from trainyard.precision.float8 import blocks_in_fp8, convert_to_float8
+
+logger = logging.getLogger("trainyard")
 
 
 class PrecisionPolicy:
@@ -60,6 +63,24 @@ class PrecisionPolicy:
     def stored(self, name: str, n_dimensions: int) -> Stored:
         """Returns the formats of a parameter between steps."""
         return self._kept.stored(name.startswith("blocks."), n_dimensions)
+
+
+def warn_of_slow_precision(run: Run, device: torch.device) -> None:
+    """Warns of matmuls that are slower on a device than those of fp32."""
+    compute = run.precision.formats.compute
+    if run.precision.formats.multiplies_in_fp8 and run.precision.fp8.emulate:
+        logger.warning(
+            "precision.fp8.emulate=true computes fp8 matmuls in fp32, slower than "
+            "precision.kind=bf16"
+        )
+    elif compute == BF16 and device.type == "cpu" and not cpu_multiplies_bf16_natively():
+        logger.warning(
+            "this CPU has no bf16 matmuls: precision.kind=fp32 is several times as fast here"
+        )
+    elif compute == FP16 and device.type == "cpu":
+        logger.warning(
+            "few CPUs have fp16 matmuls: precision.kind=fp32 may be 100 times as fast here"
+        )
 
 
 FEW_ROWS = 512

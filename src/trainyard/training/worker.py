@@ -13,9 +13,8 @@ import json
 import logging
 import sys
 import traceback
-from collections import Counter
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import get_args
 
@@ -24,26 +23,18 @@ import torch
 from trainyard.checkpoint.background import probe
 from trainyard.checkpoint.format import list_checkpoints
 from trainyard.config.load import load_run
-from trainyard.config.precisions import BF16, FP16
 from trainyard.config.run import Run
-from trainyard.data.index_cache import IndexCache
 from trainyard.data.loader import (
     Loader,
-    build_training_orders,
     data_fingerprint,
-    data_prefixes,
     describe_data,
-    find_unread,
 )
-from trainyard.data.order import SequenceOrder, Split
-from trainyard.data.sidecar import load_sidecar
 from trainyard.data.tokenizer import Tokenizer, tokenizer_name
 from trainyard.data.vocabulary import load_vocabulary
 from trainyard.errors import (
     SPACE,
     ConfigError,
     GuardError,
-    LaunchError,
     MachineError,
     UserError,
 )
@@ -70,13 +61,13 @@ from trainyard.parallel.mesh import (
 from trainyard.parallel.model import ParallelModel, choose_attention, compiles_blocks
 from trainyard.parallel.start import gather_facts, start_ranks
 from trainyard.planning.batches import BatchSchedule
-from trainyard.planning.hardware import cpu_multiplies_bf16_natively
 from trainyard.planning.resolve import Plan, resolve
 from trainyard.planning.saving import checkpoint_bytes
 from trainyard.precision.block_scaled import torch_dtype
 from trainyard.precision.float8 import refuse_device
-from trainyard.topology import name_ranks
+from trainyard.precision.policy import warn_of_slow_precision
 from trainyard.training.checkpoints import build_saver, load_state
+from trainyard.training.inputs import build_shared_orders, check_vocabularies, read_unread
 from trainyard.training.loop import Show, train
 from trainyard.training.metrics import LogLines, Metrics
 from trainyard.training.run_folder import (
@@ -84,7 +75,6 @@ from trainyard.training.run_folder import (
     Resume,
     checkpoint_folder,
     find_checkpoint,
-    refuse_larger_vocabulary,
     refuse_what_is_not_built,
 )
 from trainyard.training.state import State, TrainContext
@@ -94,8 +84,6 @@ from trainyard.units import format_large
 logger = logging.getLogger("trainyard")
 
 OUTCOME = "outcome.json"
-BLOCKS_A_ROUND = 64
-"""Blocks of 16 MiB that a rank reads between synchronizations."""
 
 
 def run_worker(folder: Path, resume: Resume = "auto", log: LogLines = "short") -> StopReason:
@@ -152,101 +140,10 @@ def run_worker(folder: Path, resume: Resume = "auto", log: LogLines = "short") -
     if process.n_ranks == 1:
         check_first_rank()
     with start_ranks(process, device, facts), name_device_errors(run, plan, device):
-        _warn_of_slow_precision(run, device)
+        warn_of_slow_precision(run, device)
         mesh = build_mesh(plan.topology, process.rank, device)
         read_unread(run, mesh, heartbeat, keeps=process.local_rank == 0)
         return _train_on(build_context(folder, run, plan, mesh, heartbeat), log)
-
-
-def read_unread(run: Run, mesh: Mesh, heartbeat: Heartbeat, *, keeps: bool) -> None:
-    """Reads token files missing from records and caches: each block once, by one rank.
-
-    Ranks that see the same files share the work. They synchronize every round, so that no rank
-    waits long and all send heartbeats.
-
-    Args:
-        run: names the files.
-        mesh: all ranks call this.
-        heartbeat: of this rank.
-        keeps: whether this rank writes the results to the cache folder.
-
-    Raises:
-        LaunchError: ranks see different contents.
-    """
-    unread = find_unread(run)
-    blocks = [block for files in unread for block in files.blocks]
-    view = _number(json.dumps([files.states for files in unread])) if unread else 0
-    views = mesh.gather([view, len(blocks)])
-    if not any(n_blocks for _, n_blocks in views):
-        return
-    alike = [rank for rank, (other, _) in enumerate(views) if other == view]
-    mine = range(alike.index(mesh.rank), len(blocks), len(alike))
-    n_seeing = Counter(other for other, _ in views)
-    n_rounds = max(-(-n // (n_seeing[other] * BLOCKS_A_ROUND)) for other, n in views)
-    digests = torch.zeros(len(blocks), 32, dtype=torch.uint8)
-    title = "fingerprinting the token files"
-    with show_progress(title) if mesh.rank == 0 else nullcontext(lambda *_: None) as update:
-        for number in range(n_rounds):
-            heartbeat.enter("load", 0)
-            for block in mine[number * BLOCKS_A_ROUND :][:BLOCKS_A_ROUND]:
-                digest = bytearray(blocks[block].read_digest())
-                digests[block] = torch.frombuffer(digest, dtype=torch.uint8)
-            mesh.barrier()
-            update(number + 1, n_rounds)
-    for other, n_blocks in sorted({(other, n) for other, n in views if n}):
-        mesh.all_reduce(digests if other == view else torch.zeros(n_blocks, 32, dtype=torch.uint8))
-    cache, found = IndexCache(Path(run.data.cache_folder)), iter(digests.tolist())
-    if keeps:
-        for files in unread:
-            cache.remember(files, [bytes(next(found)) for _ in files.blocks])
-    mesh.barrier()
-    contents = mesh.gather([_number(data_fingerprint(run))])
-    if others := [rank for rank, each in enumerate(contents) if each != contents[0]]:
-        raise LaunchError(
-            f"{name_ranks(others)} of {len(contents)}: the token files differ from those of rank 0",
-            "copy them again where they differ, or put them on shared storage",
-        )
-
-
-def build_shared_orders(run: Run, plan: Plan, mesh: Mesh) -> dict[Split, SequenceOrder | None]:
-    """Builds the orders of all splits, or loads them.
-
-    The first rank fills the cache and checks it; of the others only those that see other files
-    check theirs.
-
-    Args:
-        run: names the data.
-        plan: its numbers of sequences.
-        mesh: all ranks call this.
-
-    Raises:
-        ConfigError, DataError: as `build_training_orders`.
-        LaunchError: ranks have different orders.
-    """
-    folder = Path(run.data.cache_folder)
-    cache = IndexCache(folder, checks=mesh.rank == 0)
-    if mesh.rank > 0:
-        mesh.barrier()
-    orders = build_training_orders(run, plan, cache)
-    if mesh.rank == 0:
-        mesh.barrier()
-    views = mesh.gather([_number(json.dumps(cache.loaded, sort_keys=True))])
-    if views[mesh.rank] != views[0]:
-        cache = IndexCache(folder)
-        orders = build_training_orders(run, plan, cache)
-    checksums = {name: checksum for name, (_, checksum) in cache.loaded.items()}
-    contents = mesh.gather([_number(json.dumps(checksums, sort_keys=True))])
-    if others := [rank for rank, each in enumerate(contents) if each != contents[0]]:
-        raise LaunchError(
-            f"{name_ranks(others)} of {len(contents)}: the order of training sequences differs "
-            "from that of rank 0",
-            f"remove the folder {folder} (data.cache_folder) on each host; it is made anew",
-        )
-    return orders
-
-
-def _number(text: str) -> int:
-    return int.from_bytes(hashlib.sha256(text.encode()).digest()[:7])
 
 
 def _train_on(context: TrainContext, log: LogLines) -> StopReason:
@@ -300,7 +197,7 @@ def build_context(
     if run.tokenizer.path:
         vocabulary = load_vocabulary(folder / TOKENIZER_FOLDER)
         tokenizer = Tokenizer(vocabulary, tokenizer_name(run.tokenizer.path))
-    _check_vocabularies(run, tokenizer)
+    check_vocabularies(run, tokenizer)
     batches = BatchSchedule(run)
     orders = build_shared_orders(run, plan, mesh)
     if orders["train"] is None:
@@ -353,42 +250,6 @@ def show_training(context: TrainContext, first_step: int) -> Iterator[Show]:
 
         show(first_step, "")
         yield show
-
-
-def _warn_of_slow_precision(run: Run, device: torch.device) -> None:
-    compute = run.precision.formats.compute
-    if run.precision.formats.multiplies_in_fp8 and run.precision.fp8.emulate:
-        logger.warning(
-            "precision.fp8.emulate=true computes fp8 matmuls in fp32, slower than "
-            "precision.kind=bf16"
-        )
-    elif compute == BF16 and device.type == "cpu" and not cpu_multiplies_bf16_natively():
-        logger.warning(
-            "this CPU has no bf16 matmuls: precision.kind=fp32 is several times as fast here"
-        )
-    elif compute == FP16 and device.type == "cpu":
-        logger.warning(
-            "few CPUs have fp16 matmuls: precision.kind=fp32 may be 100 times as fast here"
-        )
-
-
-def _check_vocabularies(run: Run, tokenizer: Tokenizer | None) -> None:
-    """Checks that the tokenizer fits the model and made every token file."""
-    if tokenizer is not None:
-        refuse_larger_vocabulary(run, tokenizer.vocabulary_size)
-    for prefix in data_prefixes(run):
-        if not Path(f"{prefix}.json").exists():  # made by Megatron-LM: tokenizer unknown
-            continue
-        sidecar = load_sidecar(prefix)
-        sidecar.check_sizes(prefix)
-        if tokenizer is not None:
-            sidecar.check_against(tokenizer.name, tokenizer.fingerprint, prefix)
-        if sidecar.tokenizer.vocabulary_size > run.model.vocabulary_size:
-            raise ConfigError(
-                f"{prefix} was made with a vocabulary of {sidecar.tokenizer.vocabulary_size} "
-                f"tokens, model.vocabulary_size={run.model.vocabulary_size} is smaller",
-                f"model.vocabulary_size={sidecar.tokenizer.vocabulary_size}",
-            )
 
 
 def _write_facts(context: TrainContext) -> None:

@@ -1,0 +1,147 @@
+"""Opens the data of a run on all ranks: contents, order and tokenizer, each checked to be the same.
+
+Each block of a token file is read by one rank, and each order of sequences is checked by one, for
+all ranks that see the same files.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections import Counter
+from contextlib import nullcontext
+from pathlib import Path
+
+import torch
+
+from trainyard.config.run import Run
+from trainyard.data.index_cache import IndexCache
+from trainyard.data.loader import (
+    build_training_orders,
+    data_fingerprint,
+    data_prefixes,
+    find_unread,
+)
+from trainyard.data.order import SequenceOrder, Split
+from trainyard.data.sidecar import load_sidecar
+from trainyard.data.tokenizer import Tokenizer
+from trainyard.errors import ConfigError, LaunchError
+from trainyard.launch.heartbeat import Heartbeat
+from trainyard.log import show_progress
+from trainyard.parallel.mesh import Mesh
+from trainyard.planning.resolve import Plan
+from trainyard.topology import name_ranks
+from trainyard.training.run_folder import refuse_larger_vocabulary
+
+BLOCKS_A_ROUND = 64
+"""Blocks of 16 MiB that a rank reads between synchronizations."""
+
+
+def read_unread(run: Run, mesh: Mesh, heartbeat: Heartbeat, *, keeps: bool) -> None:
+    """Reads token files missing from records and caches: each block once, by one rank.
+
+    Ranks that see the same files share the work. They synchronize every round, so that no rank
+    waits long and all send heartbeats.
+
+    Args:
+        run: names the files.
+        mesh: all ranks call this.
+        heartbeat: of this rank.
+        keeps: whether this rank writes the results to the cache folder.
+
+    Raises:
+        LaunchError: ranks see different contents.
+    """
+    unread = find_unread(run)
+    blocks = [block for files in unread for block in files.blocks]
+    view = _number(json.dumps([files.states for files in unread])) if unread else 0
+    views = mesh.gather([view, len(blocks)])
+    if not any(n_blocks for _, n_blocks in views):
+        return
+    alike = [rank for rank, (other, _) in enumerate(views) if other == view]
+    mine = range(alike.index(mesh.rank), len(blocks), len(alike))
+    n_seeing = Counter(other for other, _ in views)
+    n_rounds = max(-(-n // (n_seeing[other] * BLOCKS_A_ROUND)) for other, n in views)
+    digests = torch.zeros(len(blocks), 32, dtype=torch.uint8)
+    title = "fingerprinting the token files"
+    with show_progress(title) if mesh.rank == 0 else nullcontext(lambda *_: None) as update:
+        for number in range(n_rounds):
+            heartbeat.enter("load", 0)
+            for block in mine[number * BLOCKS_A_ROUND :][:BLOCKS_A_ROUND]:
+                digest = bytearray(blocks[block].read_digest())
+                digests[block] = torch.frombuffer(digest, dtype=torch.uint8)
+            mesh.barrier()
+            update(number + 1, n_rounds)
+    for other, n_blocks in sorted({(other, n) for other, n in views if n}):
+        mesh.all_reduce(digests if other == view else torch.zeros(n_blocks, 32, dtype=torch.uint8))
+    cache, found = IndexCache(Path(run.data.cache_folder)), iter(digests.tolist())
+    if keeps:
+        for files in unread:
+            cache.remember(files, [bytes(next(found)) for _ in files.blocks])
+    mesh.barrier()
+    contents = mesh.gather([_number(data_fingerprint(run))])
+    if others := [rank for rank, each in enumerate(contents) if each != contents[0]]:
+        raise LaunchError(
+            f"{name_ranks(others)} of {len(contents)}: the token files differ from those of rank 0",
+            "copy them again where they differ, or put them on shared storage",
+        )
+
+
+def build_shared_orders(run: Run, plan: Plan, mesh: Mesh) -> dict[Split, SequenceOrder | None]:
+    """Builds the orders of all splits, or loads them.
+
+    The first rank fills the cache and checks it; of the others only those that see other files
+    check theirs.
+
+    Args:
+        run: names the data.
+        plan: its numbers of sequences.
+        mesh: all ranks call this.
+
+    Raises:
+        ConfigError, DataError: as `build_training_orders`.
+        LaunchError: ranks have different orders.
+    """
+    folder = Path(run.data.cache_folder)
+    cache = IndexCache(folder, checks=mesh.rank == 0)
+    if mesh.rank > 0:
+        mesh.barrier()
+    orders = build_training_orders(run, plan, cache)
+    if mesh.rank == 0:
+        mesh.barrier()
+    views = mesh.gather([_number(json.dumps(cache.loaded, sort_keys=True))])
+    if views[mesh.rank] != views[0]:
+        cache = IndexCache(folder)
+        orders = build_training_orders(run, plan, cache)
+    checksums = {name: checksum for name, (_, checksum) in cache.loaded.items()}
+    contents = mesh.gather([_number(json.dumps(checksums, sort_keys=True))])
+    if others := [rank for rank, each in enumerate(contents) if each != contents[0]]:
+        raise LaunchError(
+            f"{name_ranks(others)} of {len(contents)}: the order of training sequences differs "
+            "from that of rank 0",
+            f"remove the folder {folder} (data.cache_folder) on each host; it is made anew",
+        )
+    return orders
+
+
+def check_vocabularies(run: Run, tokenizer: Tokenizer | None) -> None:
+    """Checks that the tokenizer fits the model and made every token file."""
+    if tokenizer is not None:
+        refuse_larger_vocabulary(run, tokenizer.vocabulary_size)
+    for prefix in data_prefixes(run):
+        if not Path(f"{prefix}.json").exists():  # made by Megatron-LM: tokenizer unknown
+            continue
+        sidecar = load_sidecar(prefix)
+        sidecar.check_sizes(prefix)
+        if tokenizer is not None:
+            sidecar.check_against(tokenizer.name, tokenizer.fingerprint, prefix)
+        if sidecar.tokenizer.vocabulary_size > run.model.vocabulary_size:
+            raise ConfigError(
+                f"{prefix} was made with a vocabulary of {sidecar.tokenizer.vocabulary_size} "
+                f"tokens, model.vocabulary_size={run.model.vocabulary_size} is smaller",
+                f"model.vocabulary_size={sidecar.tokenizer.vocabulary_size}",
+            )
+
+
+def _number(text: str) -> int:
+    return int.from_bytes(hashlib.sha256(text.encode()).digest()[:7])
