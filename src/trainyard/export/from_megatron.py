@@ -17,10 +17,8 @@ ways, and start from zero.
 from __future__ import annotations
 
 import logging
-import os
 import re
 from collections.abc import Mapping
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -47,7 +45,7 @@ from trainyard.export.megatron import (
 from trainyard.export.megatron_files import Grid, find_grid
 from trainyard.export.run_folder import build_run, load_fitting, require_new, write_run_folder
 from trainyard.export.stream import outline
-from trainyard.export.torch_file import Contents, TorchTensor, describe_file, read_tensor
+from trainyard.export.torch_file import Contents, open_torch_file, read_tensor
 
 logger = logging.getLogger("trainyard")
 
@@ -62,7 +60,7 @@ class _Source:
     """A tensor rank's shard of a parameter."""
 
     path: Path
-    tensor: TorchTensor
+    tensor: Tensor
 
 
 _Sources = dict[str, list[_Source]]
@@ -88,7 +86,7 @@ def import_megatron(folder: Path, output: Path, tokenizer: str = "") -> Path:
     require_new(output)
     grid = find_grid(folder)
     settings, contents = _describe(grid)
-    arguments = read_arguments(settings.values, str(grid.settings))
+    arguments = read_arguments(settings.arguments, str(grid.settings))
     version = _version(settings, grid)
     sources = _name_tensors(grid, contents, arguments)
     tensor = len(grid.files[0])
@@ -167,12 +165,11 @@ class _Weights:
 def _describe(grid: Grid) -> tuple[Contents, dict[Path, Contents]]:
     """Describes the settings file and all weight files."""
     paths = list(dict.fromkeys([grid.settings, *(path for row in grid.files for path in row)]))
-    with ThreadPoolExecutor(os.cpu_count()) as pool:
-        contents = dict(zip(paths, pool.map(describe_file, paths), strict=True))
+    contents = {path: open_torch_file(path) for path in paths}
     iterations = {
-        str(found.values["iteration"]): path
+        str(found.iteration): path
         for path, found in contents.items()
-        if "iteration" in found.values
+        if found.iteration is not None
     }
     if len(iterations) > 1:
         places = ", ".join(f"{path} of {number}" for number, path in iterations.items())
@@ -184,14 +181,14 @@ def _describe(grid: Grid) -> tuple[Contents, dict[Path, Contents]]:
 
 
 def _version(settings: Contents, grid: Grid) -> float:
-    version = settings.values.get("checkpoint_version", 0)
+    version = settings.version
     if version not in _VERSIONS:
         raise CheckpointError(
             f"{grid.settings} has checkpoint_version {version!r}; "
             f"known are {', '.join(map(str, _VERSIONS))}",
             "the order of its queries, keys and values is not known",
         )
-    return float(str(version))
+    return float(version)
 
 
 def _name_tensors(grid: Grid, contents: Mapping[Path, Contents], arguments: Arguments) -> _Sources:
@@ -225,7 +222,7 @@ def _name_tensors(grid: Grid, contents: Mapping[Path, Contents], arguments: Argu
     return sources
 
 
-_Piece = dict[str, TorchTensor]
+_Piece = dict[str, Tensor]
 
 
 def _pieces(grid: Grid, contents: Mapping[Path, Contents]) -> list[list[tuple[Path, _Piece]]]:

@@ -27,7 +27,7 @@ import re
 from collections.abc import Mapping
 from typing import Any, Literal, Self
 
-from pydantic import BaseModel, Field, JsonValue, ValidationError, model_validator
+from pydantic import BaseModel, Field, ValidationError, model_validator
 from torch import Tensor
 
 from trainyard.architecture import LayerSpec
@@ -170,17 +170,12 @@ class Arguments(BaseModel, allow_inf_nan=False):
         return self
 
 
-def read_arguments(values: Mapping[str, JsonValue], place: str) -> Arguments:
+def read_arguments(given: Mapping[str, Any], place: str) -> Arguments:
     """Reads `args` of a checkpoint.
 
     Raises:
         CheckpointError: there are none, or they describe a model that ours cannot match.
     """
-    given = {
-        name.removeprefix("args."): value
-        for name, value in values.items()
-        if name.startswith("args.")
-    }
     if not given:
         raise CheckpointError(
             f"{place} has no 'args', so the number of heads is unknown",
