@@ -229,9 +229,9 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     },
     "one reset": (
         {"reset_position_ids": True},
-        "reset_position_ids and reset_attention_mask differ",
+        "--reset-position-ids without --reset-attention-mask",
     ),
-    "two bases": ({"rope_theta": 10_000}, "rotary_base=500000.0 and rope_theta=10000.0"),
+    "two bases": ({"rope_theta": 10_000}, "rotary_base=500000.0 and rope_theta=10000"),
     "other groups": ({"num_query_groups": 2}, r"qkv\.weight in .* has shape \[64, 32\]"),
     "norms of heads": ({"qk_layernorm": True}, "no tensor for blocks.0.attention.query_norm"),
     "old version": ({"version": 1.0}, "checkpoint_version 1.0 and args.group_query_attention"),

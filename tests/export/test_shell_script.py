@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from trainyard.errors import ConfigError
-from trainyard.export.megatron_arguments import import_command
+from trainyard.export.megatron_flags import import_command
 from trainyard.export.shell_script import read_command
 
 

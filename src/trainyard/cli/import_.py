@@ -76,7 +76,7 @@ def import_(
 
 
 def _import_arguments(source: str, settings: list[str], output: Path | None) -> None:
-    from trainyard.export.megatron_arguments import import_command
+    from trainyard.export.megatron_flags import import_command
 
     imported = import_command(source, settings, output.stem if output else "megatron")
     for warning in imported.warnings:

@@ -34,25 +34,57 @@ from trainyard.architecture import (
 )
 from trainyard.config.run import Model
 from trainyard.errors import CheckpointError
+from trainyard.export.foreign import refuse_foreign
 from trainyard.export.megatron import (
-    Arguments,
-    model_of,
+    build_model,
     our_name,
     our_row_order,
     read_arguments,
     vocabulary_size_of,
 )
-from trainyard.export.megatron_files import Grid, find_grid
 from trainyard.export.run_folder import build_run, load_fitting, require_new, write_run_folder
 from trainyard.export.stream import outline
 from trainyard.export.torch_file import Contents, open_torch_file, read_tensor
+from trainyard.files import open_file
 
 logger = logging.getLogger("trainyard")
 
+_NAME_LIMIT_BYTES = 200
+_WHOLE = "copy the whole folder of one checkpoint"
+_RANKS = re.compile(
+    r"mp_rank_(?P<rank>[0-9]{2,4})(?:_(?P<piece>[0-9]{3,4}))?(?P<expert>_[0-9]{3,4})?"
+)
+_LAYERS = re.compile(
+    r"layer_(?P<piece>[0-9]{2,5})(?:-model_(?P<rank>[0-9]{2,4}))?-model_states\.pt"
+)
+_RANKS_OF_DEEPSPEED = re.compile(r"mp_rank_(?P<rank>[0-9]{2,4})_model_states\.pt")
 _OTHER_MODEL = "its arguments and its weights must belong together"
 _VERSIONS = (0, 1, 2, 3)
 _NO_WEIGHTS = ("_extra_state", "rotary_pos_emb.inv_freq")
 """Of fp8, and what follows from `rotary_base`."""
+
+
+@dataclass(frozen=True)
+class _Grid:
+    """The files of a checkpoint: a row per piece of the model, with one file per rank."""
+
+    folder: Path
+    settings: Path
+    """The file with the arguments."""
+    files: list[list[Path]]
+    of_layers: bool = False
+    """Whether each file holds one layer, without its number in tensor names."""
+
+    def full_name(self, name: str) -> str:
+        """Returns a tensor's name with the place in the model that its file has."""
+        if not self.of_layers:
+            return name
+        if name in ("weight", "bias"):
+            return f"final_norm.{name}"
+        if name in ("lm_head.weight", "final_linear.weight"):
+            return "output_layer.weight"
+        is_embedding = name.startswith(("word_embeddings.", "position_embeddings."))
+        return name if is_embedding else f"layers.0.{name}"
 
 
 @dataclass(frozen=True)
@@ -84,14 +116,14 @@ def import_megatron(folder: Path, output: Path, tokenizer: str = "") -> Path:
         MachineError: `output` cannot be written.
     """
     require_new(output)
-    grid = find_grid(folder)
+    grid = _find_grid(folder)
     settings, contents = _describe(grid)
-    arguments = read_arguments(settings.arguments, str(grid.settings))
+    fields, notes = read_arguments(settings.arguments, str(grid.settings))
     version = _version(settings, grid)
-    sources = _name_tensors(grid, contents, arguments)
+    sources = _name_tensors(grid, contents, fields["model.n_layers"])
     tensor = len(grid.files[0])
     n_rows_theirs = tensor * _rows(sources, grid)
-    vocabulary_size = vocabulary_size_of(arguments, n_rows_theirs, tensor)
+    vocabulary_size = vocabulary_size_of(settings.arguments, n_rows_theirs, tensor)
     if vocabulary_size is None:
         vocabulary_size = n_rows_theirs
         logger.warning(
@@ -100,10 +132,10 @@ def import_megatron(folder: Path, output: Path, tokenizer: str = "") -> Path:
             grid.settings,
             n_rows_theirs,
         )
-    model = model_of(arguments, vocabulary_size, str(grid.settings))
-    for note in arguments.notes():
+    model = build_model(fields, vocabulary_size, str(grid.settings))
+    for note in notes:
         logger.warning("%s: %s", grid.settings, note)
-    if version < 2 and arguments.group_query_attention:
+    if version < 2 and "model.n_key_value_heads" in fields:
         raise CheckpointError(
             f"{grid.settings} has checkpoint_version {version} and args.group_query_attention",
             "no Megatron wrote query groups before version 2.0",
@@ -162,7 +194,91 @@ class _Weights:
                 )
 
 
-def _describe(grid: Grid) -> tuple[Contents, dict[Path, Contents]]:
+def _find_grid(path: Path) -> _Grid:
+    """Finds the checkpoint at `path`, or the newest in it, without opening its files."""
+    folder = _newest(path)
+    if not folder.is_dir():
+        raise CheckpointError(f"no folder {folder}", "name the folder that Megatron saved to")
+    for pattern in (_RANKS, _LAYERS, _RANKS_OF_DEEPSPEED):
+        if files := _find_files(folder, pattern):
+            rows = _in_order(folder, files)
+            if pattern is not _LAYERS and {piece for piece, _ in files} != {*range(len(rows))}:
+                problem = f"{folder} lacks some of its {len(rows)} pipeline stages"
+                raise CheckpointError(problem, _WHOLE)
+            settings = folder / "mp_rank_00_model_states.pt" if pattern is _LAYERS else rows[0][0]
+            return _Grid(folder, settings, rows, of_layers=pattern is _LAYERS)
+    refuse_foreign(folder)
+    if any(folder.glob("zero_pp_rank_*_model_states.pt")):
+        raise CheckpointError(
+            f"{folder} was saved with ZeRO stage 3, which shards weights differently",
+            "save it with zero_optimization.stage3_gather_16bit_weights_on_model_save, or stage 1",
+        )
+    raise CheckpointError(
+        f"{folder} has neither mp_rank_00/model_optim_rng.pt nor mp_rank_00_model_states.pt",
+        "name the folder that Megatron-LM or Megatron-DeepSpeed saved to",
+    )
+
+
+def _newest(path: Path) -> Path:
+    for tracker in ("latest_checkpointed_iteration.txt", "latest"):
+        try:
+            with open_file(path / tracker) as file:
+                text = file.read(_NAME_LIMIT_BYTES).decode("utf-8", "replace").strip()
+        except OSError:
+            continue
+        name = f"iter_{int(text):07d}" if re.fullmatch(r"[0-9]{1,12}", text) else text
+        if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]*", name):
+            raise CheckpointError(
+                f"{path / tracker} reads {text!r}, which is neither an iteration nor a folder",
+                "name the folder of the checkpoint itself",
+            )
+        if (path / name).is_dir() or tracker == "latest":
+            return path / name
+        if not (path / "latest").exists():  # Megatron-DeepSpeed writes both
+            return path / name
+    return path
+
+
+def _find_files(folder: Path, pattern: re.Pattern[str]) -> dict[tuple[int, int], Path]:
+    """Finds files by piece and tensor rank."""
+    found: dict[tuple[int, int], Path] = {}
+    for path in sorted(folder.iterdir()):
+        match = pattern.fullmatch(path.name)
+        if match is None or path.is_dir() is not (pattern is _RANKS):
+            continue
+        numbers = match.groupdict()
+        if numbers.get("expert"):
+            raise CheckpointError(
+                f"{path} is from an expert rank; our models have no experts", "import a dense GPT"
+            )
+        place = (int(numbers.get("piece") or 0), int(numbers["rank"] or 0))
+        if place in found:
+            raise CheckpointError(f"{path} and {found[place]} are from the same rank", _WHOLE)
+        found[place] = path
+    if pattern is _RANKS:
+        for place, path in found.items():
+            usual, without_optimizer = path / "model_optim_rng.pt", path / "model_rng.pt"
+            is_other = without_optimizer.exists() and not usual.exists()
+            found[place] = without_optimizer if is_other else usual
+    return found
+
+
+def _in_order(folder: Path, found: dict[tuple[int, int], Path]) -> list[list[Path]]:
+    """Arranges files in rows by piece and tensor rank."""
+    pieces = sorted({piece for piece, _ in found})
+    n_ranks = max(rank for _, rank in found) + 1
+    for piece in pieces:
+        for rank in range(n_ranks):
+            if (piece, rank) not in found:
+                raise CheckpointError(
+                    f"{folder} has no file of tensor rank {rank}, "
+                    f"{'pipeline stage or layer'} {piece}, but of {len(found)} others",
+                    _WHOLE,
+                )
+    return [[found[piece, rank] for rank in range(n_ranks)] for piece in pieces]
+
+
+def _describe(grid: _Grid) -> tuple[Contents, dict[Path, Contents]]:
     """Describes the settings file and all weight files."""
     paths = list(dict.fromkeys([grid.settings, *(path for row in grid.files for path in row)]))
     contents = {path: open_torch_file(path) for path in paths}
@@ -175,12 +291,12 @@ def _describe(grid: Grid) -> tuple[Contents, dict[Path, Contents]]:
         places = ", ".join(f"{path} of {number}" for number, path in iterations.items())
         raise CheckpointError(
             f"files are from different iterations: {places}",
-            "copy the whole folder of one checkpoint",
+            _WHOLE,
         )
     return contents[grid.settings], contents
 
 
-def _version(settings: Contents, grid: Grid) -> float:
+def _version(settings: Contents, grid: _Grid) -> float:
     version = settings.version
     if version not in _VERSIONS:
         raise CheckpointError(
@@ -191,7 +307,7 @@ def _version(settings: Contents, grid: Grid) -> float:
     return float(version)
 
 
-def _name_tensors(grid: Grid, contents: Mapping[Path, Contents], arguments: Arguments) -> _Sources:
+def _name_tensors(grid: _Grid, contents: Mapping[Path, Contents], n_layers: int) -> _Sources:
     """Maps every tensor to our name, with layers numbered through the whole model."""
     sources: _Sources = {}
     first_block = 0
@@ -200,7 +316,7 @@ def _name_tensors(grid: Grid, contents: Mapping[Path, Contents], arguments: Argu
         if any(other.keys() != names[0].keys() for other in names):
             raise CheckpointError(
                 f"{row[0][0]} and {row[-1][0]} hold different tensors",
-                "copy the whole folder of one checkpoint",
+                _WHOLE,
             )
         n_blocks = 0
         for name in names[0]:
@@ -214,10 +330,10 @@ def _name_tensors(grid: Grid, contents: Mapping[Path, Contents], arguments: Argu
                 raise CheckpointError(f"{row[0][0]} repeats {name}", _OTHER_MODEL)
             sources.setdefault(ours, [of_rank[name] for of_rank in names])
         first_block += n_blocks
-    if first_block != arguments.num_layers:
+    if first_block != n_layers:
         raise CheckpointError(
-            f"{grid.folder} holds {first_block} layers; args.num_layers is {arguments.num_layers}",
-            "copy the whole folder of one checkpoint",
+            f"{grid.folder} holds {first_block} layers; args.num_layers is {n_layers}",
+            _WHOLE,
         )
     return sources
 
@@ -225,7 +341,7 @@ def _name_tensors(grid: Grid, contents: Mapping[Path, Contents], arguments: Argu
 _Piece = dict[str, Tensor]
 
 
-def _pieces(grid: Grid, contents: Mapping[Path, Contents]) -> list[list[tuple[Path, _Piece]]]:
+def _pieces(grid: _Grid, contents: Mapping[Path, Contents]) -> list[list[tuple[Path, _Piece]]]:
     """Lists by piece of the model, in order, the file and the tensors of each tensor rank."""
     chunks: dict[str, list[list[tuple[Path, _Piece]]]] = {}
     for row in grid.files:
@@ -244,7 +360,7 @@ def _pieces(grid: Grid, contents: Mapping[Path, Contents]) -> list[list[tuple[Pa
     return [ranks for number in in_order for ranks in chunks[number]]
 
 
-def _our_names(path: Path, piece: _Piece, grid: Grid) -> dict[str, _Source]:
+def _our_names(path: Path, piece: _Piece, grid: _Grid) -> dict[str, _Source]:
     found: dict[str, _Source] = {}
     for name, tensor in piece.items():
         ours = our_name(grid.full_name(name))
@@ -258,7 +374,7 @@ def _our_names(path: Path, piece: _Piece, grid: Grid) -> dict[str, _Source]:
     return found
 
 
-def _rows(sources: _Sources, grid: Grid) -> int:
+def _rows(sources: _Sources, grid: _Grid) -> int:
     """Counts the rows of the embedding on each tensor rank."""
     if "embedding.weight" not in sources:
         raise CheckpointError(f"{grid.folder} has no word embeddings", _OTHER_MODEL)
@@ -266,7 +382,7 @@ def _rows(sources: _Sources, grid: Grid) -> int:
     return shape[0] if shape else 0
 
 
-def _check_tensors(sources: _Sources, model: Model, n_rows: int, grid: Grid) -> None:
+def _check_tensors(sources: _Sources, model: Model, n_rows: int, grid: _Grid) -> None:
     """Checks names and shapes against the model before writing."""
     tensor = len(grid.files[0])
     if model.most_tensor_ranks % tensor:

@@ -25,16 +25,16 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from typing import Any, Literal, Self
+from typing import Any
 
-from pydantic import BaseModel, Field, ValidationError, model_validator
+from pydantic import ValidationError
 from torch import Tensor
 
 from trainyard.architecture import LayerSpec
 from trainyard.checkpoint.format import first_problem
 from trainyard.config.run import Model
-from trainyard.errors import CheckpointError
-from trainyard.export.megatron_fields import refusal, rope_factor_notes
+from trainyard.errors import CheckpointError, ConfigError
+from trainyard.export.megatron_flags import Conversion, classify, flag_table, nest, refusal
 
 CORE_BLOCK_PARTS = {
     "input_layernorm": "attention_norm",
@@ -79,99 +79,30 @@ _OTHER = re.compile(r"([a-z_]+)\.(weight|bias)")
 _GPT2_VOCABULARY_SIZE = 50257
 
 
-class Arguments(BaseModel, allow_inf_nan=False):
-    """The training arguments that define the model's computation."""
-
-    num_layers: int = Field(ge=1)
-    hidden_size: int = Field(ge=1)
-    num_attention_heads: int = Field(ge=1)
-    max_position_embeddings: int = Field(ge=1)
-    ffn_hidden_size: int | None = None
-    vocab_size: int | None = None
-    tokenizer_type: str | None = None
-    make_vocab_size_divisible_by: int = 128
-    layernorm_epsilon: float | None = None
-    norm_epsilon: float | None = None
-    init_method_std: float = 0.02
-    hidden_dropout: float = 0.1
-    attention_dropout: float | None = None
-    untie_embeddings_and_output_weights: bool = False
-
-    bias_gelu_fusion: bool | None = True
-    openai_gelu: bool | None = False
-    kv_channels: int | None = None
-    num_key_value_heads: int | None = None
-    num_experts: int | list[int] | None = None
-    reset_position_ids: bool | None = False
-    reset_attention_mask: bool | None = False
-    position_embedding_type: Literal[
-        "learned_absolute",
-        "absolute",
-        "PositionEmbeddingType(2)",
-        "PositionEmbeddingType.absolute",
-        "rope",
-    ] = "learned_absolute"
-    use_rotary_position_embeddings: bool | None = False
-    add_position_embedding: bool = True
-    rotary_base: float | None = None
-    rope_theta: float | None = None
-    use_rope_scaling: bool | None = False
-    rope_scaling_factor: float = 8.0
-    normalization: Literal["LayerNorm", "layernorm", "RMSNorm", "rmsnorm"] = "LayerNorm"
-    qk_layernorm: bool | None = False
-    add_bias_linear: bool = True
-    swiglu: bool | None = False
-    group_query_attention: bool | None = False
-    num_query_groups: int | None = None
-
-    @property
-    def is_rotary(self) -> bool:
-        """Whether it has rotary positions instead of learned ones."""
-        return self.position_embedding_type == "rope" or bool(self.use_rotary_position_embeddings)
-
-    @property
-    def norm(self) -> Literal["layer", "rms"]:
-        """Our kind of norm."""
-        return "rms" if self.normalization.lower() == "rmsnorm" else "layer"
-
-    def notes(self) -> list[str]:
-        """Returns what else the user should know of the model."""
-        found = rope_factor_notes(self.rope_scaling_factor) if self.use_rope_scaling else []
-        if self.attention_dropout not in (None, self.hidden_dropout):
-            found.append(
-                f"attention_dropout is {self.attention_dropout}; model.dropout is hidden_dropout, "
-                f"{self.hidden_dropout}"
-            )
-        return found
-
-    @model_validator(mode="after")
-    def _computes_what_ours_does(self) -> Self:
-        if not self.add_position_embedding and not self.is_rotary:
-            raise ValueError("add_position_embedding is off; our models have positions")
-        if self.qk_layernorm and self.norm == "layer":
-            raise ValueError("qk_layernorm of LayerNorm has biases; ours has none")
-        if self.group_query_attention and not self.num_query_groups:
-            raise ValueError("group_query_attention without num_query_groups")
-        if not self.swiglu and not self.bias_gelu_fusion and not self.openai_gelu:
-            raise ValueError(
-                "bias_gelu_fusion and openai_gelu are off, so its GELU is exact; "
-                "ours is the tanh approximation, as with either option"
-            )
-        if self.reset_position_ids != self.reset_attention_mask:
-            raise ValueError("reset_position_ids and reset_attention_mask differ")
-        if self.rotary_base and self.rope_theta and self.rotary_base != self.rope_theta:
-            raise ValueError(f"rotary_base={self.rotary_base} and rope_theta={self.rope_theta}")
-        heads = self.num_attention_heads
-        if self.num_key_value_heads not in (None, heads):
-            raise ValueError(f"num_key_value_heads={self.num_key_value_heads} are not {heads}")
-        experts = self.num_experts if isinstance(self.num_experts, list) else [self.num_experts]
-        if any(count is not None and count > 1 for count in experts):
-            raise ValueError(f"num_experts={self.num_experts}; our models have no experts")
-        return self
+# Saved arguments whose flag has another name, and those that have a flag, but are not read as it.
+_FLAGS = {
+    "add_bias_linear": "disable-bias-linear",
+    "add_position_embedding": "no-position-embedding",
+    "max_position_embeddings": "seq-length",
+    "rope_theta": "rotary-position-embeddings-theta",
+}
+_NOT_READ = {"seq_length", "vocab_size", "make_vocab_size_divisible_by"}
+_NOT_READ |= {"attention_dropout", "num_key_value_heads"}
+_SWITCHES = {"add_bias_linear", "add_position_embedding", "use_rope_scaling"}
+_SWITCHES |= {"bias_gelu_fusion", "openai_gelu"}
+_ENUMERATION = re.compile(r"PositionEmbeddingType(\(2\)|\.absolute)")
 
 
-def read_arguments(given: Mapping[str, Any], place: str) -> Arguments:
-    """Reads `args` of a checkpoint.
+def flag_of(argument: str) -> str:
+    """Returns the flag as which a saved argument is read; empty if it is not read."""
+    flag = _FLAGS.get(argument, argument.replace("_", "-"))
+    kind, target = classify(flag)
+    is_read = argument in _FLAGS or (kind in ("field", "rule") and target.startswith("model."))
+    return flag if is_read and argument not in _NOT_READ else ""
+
+
+def read_arguments(given: Mapping[str, Any], place: str) -> tuple[dict[str, Any], list[str]]:
+    """Reads `args` of a checkpoint as fields of the model, and notes for the user.
 
     Raises:
         CheckpointError: there are none, or they describe a model that ours cannot match.
@@ -181,58 +112,92 @@ def read_arguments(given: Mapping[str, Any], place: str) -> Arguments:
             f"{place} has no 'args', so the number of heads is unknown",
             "load and save it once with a Megatron-LM that stores its arguments",
         )
-    for name, value in given.items():
-        if name not in Arguments.model_fields and (reason := refusal(name, value)):
-            raise CheckpointError(
-                f"{place} is not a GPT that can be imported: args.{name}: {reason} (got {value!r})",
-                "docs/megatron-flags.md lists all arguments",
-            )
     try:
-        return Arguments.model_validate(given)
-    except ValidationError as error:
+        flags = {
+            flag_of(name): words
+            for name, value in given.items()
+            if (words := _words(name, value)) is not None
+        }
+        _check_together(given)
+        flags["attention-dropout"] = flags.setdefault("hidden-dropout", ["0.1"])
+        conversion = Conversion(flags, {})
+        fields = conversion.read_model()
+    except ConfigError as error:
         raise CheckpointError(
-            f"{place} is not a GPT that can be imported: args.{first_problem(error)}",
-            "our models have no other option of that name",
+            f"{place} is not a GPT that can be imported: {error.problem}", error.hint
         ) from None
+    if "model.positions" not in fields:
+        fields.pop("model.rotary_base", None)
+    dropout, of_attention = fields["model.dropout"], given.get("attention_dropout")
+    if of_attention not in (None, dropout):
+        conversion.notes.append(
+            f"attention_dropout is {of_attention}; model.dropout is hidden_dropout, {dropout}"
+        )
+    return fields, conversion.notes
 
 
-def model_of(arguments: Arguments, vocabulary_size: int, place: str) -> Model:
+def _words(name: str, value: Any) -> list[str] | None:
+    """Returns the words after the flag of a saved argument; None if the flag is absent."""
+    flag = flag_of(name)
+    reason = "" if flag else refusal(name, value)
+    text = _ENUMERATION.sub("absolute", str(value))
+    accepted = flag_table()["value"].get(flag)
+    is_switch = isinstance(flag_table()["set"].get(flag), bool | str)
+    if (is_switch or name in _SWITCHES) and value not in (None, False, True):
+        reason = "it is on or off"
+    elif accepted and value is not None and text not in accepted:
+        reason = f"supported: {', '.join(accepted)}"
+    if reason:
+        problem = f"args.{name}: {reason} (got {value!r:.200})"
+        raise ConfigError(problem, "docs/megatron-flags.md lists all arguments")
+    if is_switch or name in _SWITCHES:
+        value = value == 0 if name.startswith("add_") else bool(value)
+    return None if value is None or value is False else [] if value is True else [text]
+
+
+def _check_together(given: Mapping[str, Any]) -> None:
+    """Checks arguments that depend on others, beside those of `Conversion`."""
+    experts, heads = given.get("num_experts"), given.get("num_attention_heads")
+    bases = [given[name] for name in ("rotary_base", "rope_theta") if given.get(name)]
+    has_other_gelu = not given.get("bias_gelu_fusion", True) and not given.get("openai_gelu")
+    for is_wrong, problem in (
+        (
+            given.get("group_query_attention") and not given.get("num_query_groups"),
+            "group_query_attention without num_query_groups",
+        ),
+        (
+            has_other_gelu and not given.get("swiglu"),
+            "bias_gelu_fusion and openai_gelu are off, so its GELU is exact; "
+            "ours is the tanh approximation, as with either option",
+        ),
+        (
+            len(bases) == 2 and bases[0] != bases[1],
+            f"rotary_base={given.get('rotary_base')} and rope_theta={given.get('rope_theta')}",
+        ),
+        (
+            given.get("num_key_value_heads") not in (None, heads),
+            f"num_key_value_heads={given.get('num_key_value_heads')} are not {heads}",
+        ),
+        (
+            any(
+                n not in (None, 0, 1) for n in (experts if isinstance(experts, list) else [experts])
+            ),
+            f"num_experts={experts}; our models have no experts",
+        ),
+    ):
+        if is_wrong:
+            raise ConfigError(f"args.{problem}", "our models have no other option of that name")
+
+
+def build_model(fields: Mapping[str, Any], vocabulary_size: int, place: str) -> Model:
     """Builds the model section of a run.
 
     Raises:
         CheckpointError: the values are invalid.
     """
-    D = arguments.hidden_size
-    fields: dict[str, Any] = {
-        "n_layers": arguments.num_layers,
-        "d_model": D,
-        "n_heads": arguments.num_attention_heads,
-        "query_key_norm": "head" if arguments.qk_layernorm else "none",
-        "d_ff": arguments.ffn_hidden_size or 4 * D,
-        "mlp": "swiglu" if arguments.swiglu else "gelu",
-        "norm": arguments.norm,
-        "bias": arguments.add_bias_linear,
-        "sequence_length": arguments.max_position_embeddings,
-        "vocabulary_size": vocabulary_size,
-        "attention_within_documents": bool(arguments.reset_attention_mask),
-        "tied_embeddings": not arguments.untie_embeddings_and_output_weights,
-        "dropout": arguments.hidden_dropout,
-        "init_std": arguments.init_method_std,
-        "layer_norm_epsilon": arguments.layernorm_epsilon or arguments.norm_epsilon or 1e-5,
-    }
-    if arguments.kv_channels is not None:
-        fields["d_head"] = arguments.kv_channels
-    if arguments.group_query_attention:
-        fields["n_key_value_heads"] = arguments.num_query_groups
-    if arguments.is_rotary:
-        fields |= {
-            "positions": "rotary",
-            "rotary_base": arguments.rotary_base or arguments.rope_theta or 10_000.0,
-        }
-        if arguments.use_rope_scaling:
-            fields["rotary_scaling"] = {"factor": arguments.rope_scaling_factor}
+    tables = nest({**fields, "model.vocabulary_size": vocabulary_size})
     try:
-        return Model(**fields)
+        return Model(**tables["model"])
     except ValidationError as error:
         raise CheckpointError(
             f"{place} is not a GPT that can be imported: {first_problem(error)}",
@@ -240,7 +205,7 @@ def model_of(arguments: Arguments, vocabulary_size: int, place: str) -> Model:
         ) from None
 
 
-def vocabulary_size_of(arguments: Arguments, n_rows: int, tensor: int) -> int | None:
+def vocabulary_size_of(arguments: Mapping[str, Any], n_rows: int, tensor: int) -> int | None:
     """Finds the number of embedding rows with tokens; None if unknown.
 
     Args:
@@ -248,13 +213,14 @@ def vocabulary_size_of(arguments: Arguments, n_rows: int, tensor: int) -> int | 
         n_rows: of the whole embedding.
         tensor: tensor ranks that it was padded for.
     """
-    size = arguments.vocab_size
-    if size is not None and arguments.tokenizer_type == "NullTokenizer":
-        size += 1  # that tokenizer adds an end-of-document token
-    if size is None and arguments.tokenizer_type == "GPT2BPETokenizer":
+    size, tokenizer = arguments.get("vocab_size"), arguments.get("tokenizer_type")
+    multiple = arguments.get("make_vocab_size_divisible_by", 128)
+    if size is None and tokenizer == "GPT2BPETokenizer":
         size = _GPT2_VOCABULARY_SIZE
-    padding = arguments.make_vocab_size_divisible_by * tensor
-    return size if size is not None and n_rows - padding < size <= n_rows else None
+    if not isinstance(size, int) or not isinstance(multiple, int):
+        return None
+    size += tokenizer == "NullTokenizer"  # that tokenizer adds an end-of-document token
+    return size if n_rows - multiple * tensor < size <= n_rows else None
 
 
 def our_name(name: str) -> str | None:

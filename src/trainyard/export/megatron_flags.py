@@ -1,12 +1,19 @@
-"""From Megatron's flags to fields of a run, by Megatron's own rules."""
+"""Turns the flags of Megatron's GPT pretraining into a run file that accounts for each of them.
+
+The table of flags is config/megatron_flags.toml; docs/megatron-flags.md is written from it.
+`Conversion` has the rules that a table cannot say. The run file states Megatron's values of absent
+flags too: Trainyard's defaults are the paper's.
+"""
 
 from __future__ import annotations
 
+import difflib
 import json
 import re
 import tomllib
 from collections.abc import Mapping
 from contextlib import suppress
+from dataclasses import dataclass, field
 from decimal import Decimal, InvalidOperation
 from fnmatch import fnmatchcase
 from functools import cache
@@ -15,24 +22,194 @@ from itertools import chain
 from pathlib import Path, PurePath
 from typing import Any
 
-from trainyard.errors import ConfigError
+import tomli_w
+from pydantic import ValidationError
 
-REQUIRED = ["num-layers", "hidden-size", "num-attention-heads", "seq-length", "lr"]
-REQUIRED += ["micro-batch-size", "global-batch-size"]
+from trainyard.config.load import build_run, explain_problems, parse_toml
+from trainyard.config.run import Run
+from trainyard.errors import ConfigError
+from trainyard.export.shell_script import UNRESOLVED, dropped_lines, read_command, split_command
+from trainyard.files import SETTINGS_LIMIT_BYTES, read_file
+
+OF_A_MODEL = ("num-layers", "hidden-size", "num-attention-heads", "seq-length")
+REQUIRED = (*OF_A_MODEL, "lr", "micro-batch-size", "global-batch-size")
 SPLITS = ("train", "valid", "test")
-PRECISIONS = {"bf16": "bf16", "fp16": "fp16", "fp8-e4m3": "fp8", "fp8-hybrid": "fp8"}
-PRECISIONS |= {"fp8-format": "fp8", "msamp": "fp8_lowbit"}
 KINDS = ("field", "rule", "same", "none", "saved", "refused", "refused-flag")
 UNITS = {"iters": "steps", "samples": "sequences", "tokens": "tokens"}
-RECOMPUTE = {"full": "block", "selective": "attention"}
-STYLES = {"cosine": "cosine", "linear": "linear", "constant": "constant"}
-STYLES["WSD"] = "warmup_stable_decay"
 LOSS_SCALE = ("initial-loss-scale", "loss-scale-window", "hysteresis", "min-loss-scale")
+
+
+@dataclass
+class Imported:
+    """A run file, and what its user should read."""
+
+    text: str
+    warnings: list[str] = field(default_factory=list)
+
+
+def import_command(source: str, settings: list[str], name: str) -> Imported:
+    """Imports a command line, or a script with its arguments ("train.sh bf16"), as a run file.
+
+    Args:
+        source: the command line, or the path of a script and its arguments.
+        settings: variables of the script, as NAME=value.
+        name: of the run.
+
+    Raises:
+        ConfigError: as `import_arguments` and `read_command`.
+    """
+    files: dict[str, str] = {}
+    notes: list[str] = []
+    words = split_command(source.removeprefix("bash "))
+    path, *arguments = words or [""]
+    if re.search(r"\.(sh|bash|sbatch|slurm|pbs)$", path) or Path(path).is_file():
+        if wrong := [text for text in settings if "=" not in text]:
+            raise ConfigError(f"--set {wrong[0]} is not of the form NAME=value")
+        try:
+            text = read_file(Path(path), SETTINGS_LIMIT_BYTES).decode()
+        except (OSError, UnicodeDecodeError) as error:
+            raise ConfigError(f"cannot read {path}: {error}", "give a script") from None
+        known = dict(text.split("=", 1) for text in settings)
+        words, files = read_command(text, arguments, known)
+        notes = dropped_lines(text)
+    imported = import_arguments(words, files, name)
+    return Imported(imported.text, notes + imported.warnings)
+
+
+def import_arguments(words: list[str], files: Mapping[str, str], name: str) -> Imported:
+    """Converts a command line to a run file.
+
+    Args:
+        words: the flags with their values; words before the first flag are ignored.
+        files: files that a script would write, by path: DeepSpeed's settings.
+        name: of the run.
+
+    Raises:
+        ConfigError: flags that change the model or its training in a way that is not supported,
+            required flags that are absent, or values that do not make a run.
+    """
+    flags = _read_flags(words)
+    for flag, values in flags.items():
+        found = UNRESOLVED.search(flag + " ".join(values))
+        if (
+            found
+            and flag != "tensorboard-dir"
+            and (UNRESOLVED.search(flag) or classify(flag)[0] in ("field", "rule"))
+        ):
+            raise _explain_unresolved(found[1], flag)
+    flags = {flag: [UNRESOLVED.sub(r"<\1>", v) for v in values] for flag, values in flags.items()}
+    accounts = _account(flags)
+    run = Conversion(flags, files)
+    fields, origins = run.convert()
+    try:
+        build_run({"name": name} | nest(fields))
+    except ValidationError as error:
+        raise explain_problems(error, Run, origins, "of these flags") from None
+    text = _render(name, fields, origins, [*accounts, *run.notes])
+    parse_toml(text, "the new run file")
+    return Imported(text, run.notes)
+
+
+def nest(fields: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns fields, by name with dots, as tables."""
+    tables: dict[str, Any] = {}
+    for key, value in fields.items():
+        *parents, last = key.split(".")
+        table = tables
+        for part in parents:
+            table = table.setdefault(part, {})
+        table[last] = value
+    return tables
+
+
+def _explain_unresolved(name: str, flag: str) -> ConfigError:
+    if name.isdecimal():
+        return ConfigError(
+            f"cannot resolve ${name}, an argument of the script, which --{flag} needs",
+            'give the arguments after the script, in the same quotes: "train.sh ARGUMENT ..."',
+        )
+    return ConfigError(
+        f"cannot resolve {name}, which --{flag} needs".replace("\ue000", "$"),
+        f"set the variable: --set {name}=value "
+        "(`source FILE`, functions and loops are not followed)",
+    )
+
+
+def _read_flags(words: list[str]) -> dict[str, list[str]]:
+    """Groups words by flag, without dashes in front and with hyphens only; the last one wins."""
+    flags: dict[str, list[str]] = {}
+    values: list[str] = []
+    for word in words:
+        if word.startswith("--"):
+            name, equals, value = word[2:].partition("=")
+            values = flags[name.replace("_", "-")] = [value] if equals else []
+        else:
+            values.append(word)
+            if not flags and UNRESOLVED.search(word):
+                flags[word] = values = []
+    if not flags:
+        raise ConfigError("no flags of Megatron, such as --num-layers 24", "give its command line")
+    return flags
+
+
+def _account(flags: Mapping[str, list[str]]) -> list[str]:
+    """Returns a line for each flag that sets no field."""
+    accounts, refused = [], []
+    known = [flag for kind in KINDS for flag in flag_table()[kind]]
+    for flag, values in flags.items():
+        kind, reason = classify(flag)
+        shown = " ".join([f"--{flag}", *values])
+        accepted = flag_table()["value"].get(flag)
+        if kind.startswith("refused") and values and is_default(flag, " ".join(values)):
+            accounts.append(f"{shown}: Megatron's default")
+        elif kind.startswith("refused") or (accepted and values[:1] and values[0] not in accepted):
+            but = f"; supported: {', '.join(accepted)}" if accepted else ""
+            refused.append(f"  {shown}: {reason}{but}")
+        elif kind in ("same", "none"):
+            accounts.append(f"{shown}: {reason}")
+        elif kind not in ("field", "rule"):
+            near = difflib.get_close_matches(flag, known, n=1)
+            guess = f"; did you mean --{near[0]}?" if near else ""
+            refused.append(f"  {shown}: unknown flag{guess}")
+    if refused:
+        raise ConfigError(
+            "not supported:\n" + "\n".join(refused),
+            "remove these flags for the nearest run that Trainyard trains; "
+            "docs/megatron-flags.md lists all",
+        )
+    return accounts
+
+
+def _render(
+    name: str,
+    fields: Mapping[str, Any],
+    origins: Mapping[str, str],
+    accounts: list[str],
+) -> str:
+    lines = ["# Written by trainyard import --from megatron-args; docs/megatron-flags.md."]
+    lines.append(tomli_w.dumps({"name": name}).strip())
+    sections: dict[str, list[str]] = {}
+    for key, value in fields.items():
+        section, _, leaf = key.rpartition(".")
+        text = tomli_w.dumps({leaf: value}, multiline_strings=False).strip()
+        if isinstance(value, list):
+            text = f"{leaf} = [{', '.join(json.dumps(item) for item in value)}]"
+        sections.setdefault(section, []).append(f"{text} # {origins[key]}")
+    for section in sorted(sections, key=_order):
+        lines += ["", f"[{section}]", *sections[section]]
+    if accounts:
+        lines += ["", "# The same by default, or without meaning here:"]
+        lines += [f"#   {' '.join(line.split())}" for line in accounts]
+    return "\n".join(lines) + "\n"
+
+
+def _order(section: str) -> tuple[int, str]:
+    return list(Run.model_fields).index(section.partition(".")[0]), section
 
 
 @cache
 def flag_table() -> dict[str, dict[str, Any]]:
-    """Reads the table of flags: kind (field, default, value, same, none, refused) to flags."""
+    """Reads the table of flags: kind (field, rule, set, default, value, same, ...) to flags."""
     path = resources.files("trainyard.config") / "megatron_flags.toml"
     table = tomllib.loads(path.read_text(encoding="utf-8"))
     for kind, texts in table.pop("names").items():
@@ -65,21 +242,12 @@ def refusal(argument: str, value: object) -> str:
     return reason
 
 
-def rope_factor_notes(factor: float) -> list[str]:
-    """Returns a note if older versions of Megatron computed with another factor."""
-    note = (
-        f"rope-scaling-factor {factor:g}: Megatron-LM before August 2026 ignored it and computed "
-        "with 8 (its issue 6305); if that trained the model, model.rotary_scaling.factor is 8"
-    )
-    return [] if factor == 8 else [note]
-
-
 def is_default(flag: str, value: object) -> bool:
     """Whether a value is the one of Megatron where the flag is absent."""
     default = flag_table()["default"].get(flag)
     if value is None or value is False or value == []:
         return default is None or value is None
-    with suppress(TypeError, ValueError):
+    with suppress(TypeError, ValueError, OverflowError):
         return float(value) == float(default)  # type: ignore[arg-type]
     return str(value) == default
 
@@ -96,8 +264,13 @@ class Conversion:
 
     def convert(self) -> tuple[dict[str, Any], dict[str, str]]:
         """Returns the value of each field, and the flags that it follows from."""
+        for flag in REQUIRED:
+            self.text(flag)
         self._copy_numbers()
-        self._switches()
+        self.set("log.tensorboard", self.has("tensorboard-dir"), "tensorboard-dir")
+        if self.has("wandb-project"):
+            self.set("log.wandb_project", self.text("wandb-project"), "wandb-project")
+        self._set_given("train.")
         self._model()
         self._optimizer()
         self._data()
@@ -176,26 +349,58 @@ class Conversion:
             self.notes.append(f"{path}: {key} is not imported")
         return settings
 
-    def _copy_numbers(self) -> None:
-        for flag in REQUIRED:
-            self.text(flag)
+    def _copy_numbers(self, section: str = "") -> None:
         for flag, target in flag_table()["field"].items():
             absent_default = flag in flag_table()["default"] and target not in self.fields
-            if self.has(flag) or absent_default:
+            if target.startswith(section) and (self.has(flag) or absent_default):
                 self.set(target, self.number(flag), flag)
 
-    def _switches(self) -> None:
-        self.set("log.tensorboard", self.has("tensorboard-dir"), "tensorboard-dir")
-        if self.has("wandb-project"):
-            self.set("log.wandb_project", self.text("wandb-project"), "wandb-project")
-        if self.has("deterministic-mode"):
-            self.set("train.deterministic", True, "deterministic-mode")
-        if self.has("untie-embeddings-and-output-weights"):
-            self.set("model.tied_embeddings", False, "untie-embeddings-and-output-weights")
+    def _set_given(self, section: str) -> None:
+        """Sets the fields of a section that follow from the presence or the word of one flag."""
+        targets = flag_table()["rule"]
+        for flag, value in flag_table()["set"].items():
+            if targets[flag].startswith(section) and self.has(flag):
+                if isinstance(value, dict):
+                    value = value.get(self.text(flag))
+                elif isinstance(value, str) and value.startswith("--"):
+                    value = self.count(value[2:])
+                if value is not None:
+                    same = [other for other in targets if targets[other] == targets[flag]]
+                    self.set(targets[flag], value, *same)
+
+    def read_model(self) -> dict[str, Any]:
+        """Returns the fields of the model alone, of flags that may lack all others."""
+        for flag in OF_A_MODEL:
+            self.text(flag)
+        self._copy_numbers("model.")
+        self._model()
+        return {field: value for field, value in self.fields.items() if field.startswith("model.")}
 
     def _model(self) -> None:
-        self._architecture()
-        self._documents()
+        self._set_given("model.")
+        if self.has("qk-layernorm") and self.fields.get("model.norm") != "rms":
+            raise ConfigError(
+                f"--qk-layernorm with --normalization {self.text('normalization')} has biases",
+                "Trainyard's norm of queries and keys has none: --normalization RMSNorm",
+            )
+        if self.fields.get("model.positions") == "rotary" and self.has("use-rope-scaling"):
+            factor = float(self.number("rope-scaling-factor"))
+            scaling = ("rope-scaling-factor", "use-rope-scaling")
+            self.set("model.rotary_scaling.factor", factor, *scaling)
+            if factor != 8:
+                self.notes.append(
+                    f"rope-scaling-factor {factor:g}: Megatron-LM before August 2026 ignored it "
+                    "and computed with 8 (its issue 6305); if that trained the model, "
+                    "model.rotary_scaling.factor is 8"
+                )
+        elif "model.positions" not in self.fields and self.has("no-position-embedding"):
+            raise ConfigError("--no-position-embedding", "positions are learned or rotary")
+        resets = {"reset-position-ids", "reset-attention-mask"}
+        if len(given := resets & self.flags.keys()) == 1:
+            (one,), (other,) = given, resets - given
+            raise ConfigError(
+                f"--{one} without --{other}", "model.attention_within_documents does both"
+            )
         if not self.has("ffn-hidden-size"):
             size = 4 * self.count("hidden-size")
             if self.has("swiglu"):
@@ -208,53 +413,14 @@ class Conversion:
                 "Trainyard has one model.dropout",
             )
         self.set("model.dropout", self.number(drops[0]), *drops)
+
+    def _optimizer(self) -> None:
+        """Also Muon, if Megatron's is the same; its defaults depend on the version."""
         betas = ("adam-beta1", "adam-beta2")
         self.set("optimizer.betas", [self.number(beta) for beta in betas], *betas)
         if self.deepspeed:
             clip = float(self.setting("gradient_clipping", None))
             self.set("optimizer.clip_norm", clip, "deepspeed-config")
-
-    def _architecture(self) -> None:
-        if self.has("swiglu"):
-            self.set("model.mlp", "swiglu", "swiglu")
-        if self.has("disable-bias-linear"):
-            self.set("model.bias", False, "disable-bias-linear")
-        if self.has("group-query-attention"):
-            groups = ("group-query-attention", "num-query-groups")
-            self.set("model.n_key_value_heads", self.count("num-query-groups"), *groups)
-        is_rms = self.text("normalization").lower() == "rmsnorm"
-        if is_rms:
-            self.set("model.norm", "rms", "normalization")
-        if self.has("qk-layernorm"):
-            if not is_rms:
-                raise ConfigError(
-                    f"--qk-layernorm with --normalization {self.text('normalization')} has biases",
-                    "Trainyard's norm of queries and keys has none: --normalization RMSNorm",
-                )
-            self.set("model.query_key_norm", "head", "qk-layernorm")
-        rotary = ("position-embedding-type", "use-rotary-position-embeddings")
-        if self.text(rotary[0]) in ("rope", "rotary") or self.has(rotary[1]):
-            self.set("model.positions", "rotary", *rotary)
-            if self.has("use-rope-scaling"):
-                scaling = ("rope-scaling-factor", "use-rope-scaling")
-                self.set("model.rotary_scaling.factor", float(self.number(scaling[0])), *scaling)
-                self.notes += rope_factor_notes(self.number(scaling[0]))
-        elif self.has("no-position-embedding"):
-            raise ConfigError("--no-position-embedding", "positions are learned or rotary")
-
-    def _documents(self) -> None:
-        resets = ("reset-position-ids", "reset-attention-mask")
-        given = [flag for flag in resets if self.has(flag)]
-        if len(given) == 1:
-            (other,) = {*resets} - {*given}
-            raise ConfigError(
-                f"--{given[0]} without --{other}", "model.attention_within_documents does both"
-            )
-        if given:
-            self.set("model.attention_within_documents", True, *resets)
-
-    def _optimizer(self) -> None:
-        """Muon, if Megatron's is the same; its defaults depend on the version."""
         if self.flags.get("optimizer") != ["muon"]:
             return
         needed = {"muon-momentum": "0.95", "muon-extra-scale-factor": "0.2"}
@@ -322,12 +488,12 @@ class Conversion:
                 exact, unit = exact * self.count("global-batch-size"), "sequences"
             warmup, warmup_flag = f"{int(exact)} {unit}", "lr-warmup-fraction"
         self.set("schedule.warmup", warmup or "0 steps", warmup_flag)
-        style = self.text("lr-decay-style")
-        if style not in STYLES:
+        style, styles = self.text("lr-decay-style"), flag_table()["set"]["lr-decay-style"]
+        if style not in styles:
             raise ConfigError(
-                f"--lr-decay-style {style} is not supported", f"supported: {', '.join(STYLES)}"
+                f"--lr-decay-style {style} is not supported", f"supported: {', '.join(styles)}"
             )
-        self.set("schedule.kind", STYLES[style], "lr-decay-style")
+        self.set("schedule.kind", styles[style], "lr-decay-style")
         if style == "WSD":
             cooldown, flag = self._length("lr-wsd-decay")
             self.set("schedule.cooldown", cooldown or decay, flag)
@@ -378,23 +544,13 @@ class Conversion:
         if self.has("msamp") and stage == 0:
             stage, flag = 1, "msamp"  # low-precision gradients know no stage 0
         self.set("parallel.zero_stage", stage, flag)
-        recompute = "none"
-        if self.has("checkpoint-activations"):
-            recompute = "block"
-        if self.has("recompute-activations"):
-            recompute = "attention"
-        if self.has("recompute-granularity"):
-            recompute = RECOMPUTE.get(self.text("recompute-granularity"), "none")
-        flags = ("checkpoint-activations", "recompute-activations", "recompute-granularity")
-        self.set("parallel.recompute", recompute, *flags)
+        self.set("parallel.recompute", "none", "recompute-granularity")
+        self._set_given("parallel.recompute")
 
     def _precision(self) -> None:
-        kind = "fp32"
-        for flag, value in PRECISIONS.items():
-            if self.has(flag):
-                kind = value
-        self.set("precision.kind", kind, *PRECISIONS)
-        if kind != "fp16":
+        self.set("precision.kind", "fp32")
+        self._set_given("precision.kind")
+        if self.fields["precision.kind"] != "fp16":
             return
         values: list[Any] = [self.number(flag) for flag in LOSS_SCALE]
         if self.deepspeed:
