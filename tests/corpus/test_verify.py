@@ -12,9 +12,8 @@ import pytest
 from tests.command import peak_bytes
 from tests.data.records import EOD, VOCABULARY_SIZE, record_file, write_record
 
-from trainyard.corpus.block_checker import BlockChecker, BlockErrors, Span
 from trainyard.corpus.preparation.train_tokenizer import train_tokenizer
-from trainyard.corpus.verify import DataReport, check_data
+from trainyard.corpus.verify import BlockChecker, BlockErrors, DataReport, Span, check_data
 from trainyard.data.indexed import IndexedDataset, IndexedWriter
 from trainyard.data.sidecar import TokenizerRecord
 from trainyard.data.tokenizer import Tokenizer, load_tokenizer
@@ -214,7 +213,7 @@ def test_an_end_is_found_wherever_the_reading_is_cut(
 ) -> None:
     """Pieces of 1 to 9 bytes: documents and ids lie across them in every way."""
     for piece_bytes in range(1, 10):
-        monkeypatch.setattr("trainyard.corpus.block_checker._PIECE_BYTES", piece_bytes)
+        monkeypatch.setattr("trainyard.corpus.verify._PIECE_BYTES", piece_bytes)
         for dtype in ("uint16", "int32"):
             prefix = write_corpus(tmp_path / "good", DOCUMENTS, dtype)
             check_data(prefix)

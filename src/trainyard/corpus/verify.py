@@ -17,23 +17,18 @@ without a record.
 
 from __future__ import annotations
 
+import hashlib
 import os
+from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
 
-from trainyard.corpus.block_checker import (
-    BlockChecker,
-    BlockErrors,
-    Span,
-    document_of,
-    sequence_of,
-)
-from trainyard.data.indexed import IndexedDataset, token_paths
+from trainyard.data.indexed import Array, IndexedDataset, token_paths
 from trainyard.data.sidecar import Sidecar, load_sidecar
 from trainyard.data.tokenizer import Tokenizer
 from trainyard.errors import DataError, refuse_problems
@@ -43,6 +38,7 @@ from trainyard.files import BLOCK_BYTES, BlockChecksum, open_file
 Progress = Callable[[int, int], None]
 
 _THREADS = 2
+_PIECE_BYTES = 4 << 20
 _SLAB = 1 << 20  # documents looked at together
 
 
@@ -69,6 +65,119 @@ class DataReport:
     has_record: bool
 
 
+@dataclass(frozen=True)
+class Span:
+    """Bytes of an open file that are read together, and their expected checksum."""
+
+    path: Path
+    file_descriptor: int
+    first: int
+    n_bytes: int
+    sha256: str | None
+
+    @property
+    def end(self) -> int:
+        """The first byte after it."""
+        return self.first + self.n_bytes
+
+
+@dataclass
+class BadTokens:
+    """How many tokens break a rule; of the first, its place and its id."""
+
+    count: int = 0
+    first: tuple[int, int] | None = None
+
+    def add(self, later: BadTokens) -> None:
+        """Adds what comes behind these in the file."""
+        self.first = self.first or later.first
+        self.count += later.count
+
+
+@dataclass
+class BlockErrors:
+    """What is wrong within a span; ids are located by token, ends by document."""
+
+    error: str = ""
+    differs: bool = False
+    bad_ids: BadTokens = field(default_factory=BadTokens)
+    bad_ends: BadTokens = field(default_factory=BadTokens)
+
+
+@dataclass(frozen=True)
+class BlockChecker:
+    """Checks the bytes of one span at a time; any number of threads may call it.
+
+    Ids may cross the borders of blocks, so a block owns the ids whose first byte is in it:
+
+        bytes    0 1 2 | 3 4 5 | 6 7      blocks of 3 bytes, ids of 2
+        ids      0 0 1 | 1 2 2 | 3 3      the first block owns ids 0 and 1 and reads byte 3 too
+    """
+
+    dataset: IndexedDataset | None
+    vocabulary_size: int | None
+    eod_id: int | None
+
+    def check(self, span: Span) -> BlockErrors:
+        """Reads a span and compares it with its checksum and with the rules for ids."""
+        errors = BlockErrors()
+        checksum = hashlib.sha256()
+        dataset = self.dataset if span.path.suffix == ".bin" else None
+        itemsize = dataset.dtype.itemsize if dataset is not None else 1
+        for start in range(span.first, span.end, _PIECE_BYTES):
+            n_bytes = min(_PIECE_BYTES, span.end - start)
+            try:  # a block may end within an id, so the rest of that id is read too
+                data = os.pread(span.file_descriptor, n_bytes + itemsize - 1, start)
+            except OSError as error:
+                errors.error = error.strerror or str(error)
+                return errors
+            if len(data) < n_bytes:
+                errors.error = "truncated while being read"
+                return errors
+            if span.sha256 is not None:
+                checksum.update(memoryview(data)[:n_bytes])
+            if dataset is not None:
+                first = -(-start // itemsize)
+                last = min(-(-(start + n_bytes) // itemsize), dataset.n_tokens)
+                if first < last:
+                    skipped = first * itemsize - start
+                    ids = np.frombuffer(data, dataset.dtype, last - first, skipped)
+                    errors.bad_ids.add(self._check_ids(ids, first))
+                    errors.bad_ends.add(self._check_ends(dataset, ids, first))
+        errors.differs = span.sha256 is not None and checksum.hexdigest() != span.sha256
+        return errors
+
+    def _check_ids(self, ids: Array, first: int) -> BadTokens:
+        limit = self.vocabulary_size
+        if (limit is None or ids.max() < limit) and (ids.dtype.kind == "u" or ids.min() >= 0):
+            return BadTokens()
+        bad = ids < 0 if limit is None else (ids < 0) | (ids >= limit)
+        at = int(np.argmax(bad))
+        return BadTokens(int(np.count_nonzero(bad)), (first + at, int(ids[at])))
+
+    def _check_ends(self, dataset: IndexedDataset, ids: Array, first: int) -> BadTokens:
+        """Checks the last id of each document that ends within `ids`, the tokens from `first`."""
+        if self.eod_id is None:
+            return BadTokens()
+        itemsize, last = dataset.dtype.itemsize, first + len(ids)
+        pointers, entries = dataset.sequence_pointers, dataset.document_indices
+        # Sequences that start after `first`, up to `last`: a document ends where one starts.
+        low, high = (bisect_right(pointers, token * itemsize) for token in (first, last))
+        starts = pointers[low:high] // itemsize
+        if last == dataset.n_tokens:
+            starts = np.append(starts, last)
+        begin, end = bisect_left(entries, low), bisect_left(entries, low + len(starts))
+        # Empty documents share their end with the one before them, which is the first at that end.
+        ends, where = np.unique(starts[entries[begin:end] - low], return_index=True)
+        last_ids = ids[ends - 1 - first]
+        bad = last_ids != self.eod_id
+        if not bad.any():
+            return BadTokens()
+        at = int(np.argmax(bad))
+        place = (begin + int(where[at]) - 1, int(last_ids[at]))
+        return BadTokens(int(np.count_nonzero(bad)), place)
+
+
 def check_data(
     prefix: str | Path, tokenizer: Tokenizer | None = None, progress: Progress | None = None
 ) -> DataReport:
@@ -83,11 +192,11 @@ def check_data(
         DataError: lists what is missing, damaged or wrong, and where.
     """
     prefix = str(prefix)
-    problems = _Problems(prefix)
+    problems: list[str] = []
     record = _load_record(prefix, problems)
     dataset = _open_dataset(prefix, problems)
     if record is not None:
-        _check_record(record, dataset, tokenizer, problems)
+        _check_record(record, dataset, tokenizer, Path(f"{prefix}.json"), problems)
     made_by = record.tokenizer if record is not None else tokenizer
     checker = BlockChecker(
         dataset,
@@ -97,7 +206,8 @@ def check_data(
     with ExitStack() as stack:
         spans = list(_open_spans(prefix, record, stack, problems))
         _check_spans(spans, checker, problems, progress)
-    problems.raise_if_any()
+    hint = "copy .bin, .idx and .json again from where they were made, or prepare the data again"
+    refuse_problems(prefix, list(dict.fromkeys(problems)), DataError, hint)
     assert dataset is not None, "a missing data set is a problem"
     return DataReport(
         prefix=prefix,
@@ -112,42 +222,26 @@ def check_data(
     )
 
 
-class _Problems:
-    """Every problem once; the first few in words."""
-
-    def __init__(self, prefix: str) -> None:
-        self.prefix = prefix
-        self._texts: dict[str, None] = {}
-
-    def add(self, text: str) -> None:
-        self._texts[text] = None
-
-    def raise_if_any(self) -> None:
-        hint = "copy .bin, .idx and .json again from where they were made, or prepare the data"
-        refuse_problems(self.prefix, list(self._texts), DataError, f"{hint} again")
-
-
-def _load_record(prefix: str, problems: _Problems) -> Sidecar | None:
-    if not Path(f"{prefix}.json").exists():
-        return None
-    try:
-        return load_sidecar(prefix)
-    except DataError as error:
-        problems.add(error.problem)
+def _load_record(prefix: str, problems: list[str]) -> Sidecar | None:
+    if Path(f"{prefix}.json").exists():
+        try:
+            return load_sidecar(prefix)
+        except DataError as error:
+            problems.append(error.problem)
     return None
 
 
-def _open_dataset(prefix: str, problems: _Problems) -> IndexedDataset | None:
+def _open_dataset(prefix: str, problems: list[str]) -> IndexedDataset | None:
     try:
         dataset = IndexedDataset(prefix)
     except DataError as error:
-        problems.add(error.problem)
+        problems.append(error.problem)
         return None
     bin_path, idx_path = token_paths(prefix)
     size_bytes = bin_path.stat().st_size
     described_bytes = dataset.n_tokens * dataset.dtype.itemsize
     if size_bytes > described_bytes:
-        problems.add(
+        problems.append(
             f"{bin_path}: {size_bytes} bytes, but {idx_path.name} describes only {described_bytes}"
         )
     return dataset
@@ -157,38 +251,40 @@ def _check_record(
     record: Sidecar,
     dataset: IndexedDataset | None,
     tokenizer: Tokenizer | None,
-    problems: _Problems,
+    path: Path,
+    problems: list[str],
 ) -> None:
-    """Compares the record with the files and the tokenizer."""
-    path = Path(f"{problems.prefix}.json")
+    """Compares the record, in `path`, with the files and the tokenizer."""
     made_by = record.tokenizer
     if dataset is not None:
-        found = {
+        counted = {
             "documents": len(dataset.document_indices) - 1,
             "empty_documents": _count_empty_documents(dataset),
             "sequences": len(dataset),
             "tokens": dataset.n_tokens,
             "dtype": dataset.dtype.name,
         }
-        for name, value in found.items():
-            if getattr(record, name) != value:
-                problems.add(f"{path}: {name} is {getattr(record, name)}, the files have {value}")
+        problems += [
+            f"{path}: {name} is {getattr(record, name)}, the files have {value}"
+            for name, value in counted.items()
+            if getattr(record, name) != value
+        ]
     if not 0 <= made_by.eod_id < made_by.vocabulary_size:
-        problems.add(
+        problems.append(
             f"{path}: eod_id {made_by.eod_id} is outside the vocabulary of "
             f"{made_by.vocabulary_size} tokens"
         )
     if tokenizer is None:
         return
     try:
-        record.check_against(tokenizer.name, tokenizer.fingerprint, problems.prefix)
+        record.check_against(tokenizer.name, tokenizer.fingerprint, path.with_suffix(""))
     except DataError as error:
-        problems.add(error.problem)
+        problems.append(error.problem)
         return
     for name in ("vocabulary_size", "eod_id"):
         said, value = getattr(made_by, name), getattr(tokenizer, name)
         if said != value:
-            problems.add(f"{path}: {name} is {said}, the tokenizer {tokenizer.name} has {value}")
+            problems.append(f"{path}: {name} is {said}, the tokenizer {tokenizer.name} has {value}")
 
 
 def _count_empty_documents(dataset: IndexedDataset) -> int:
@@ -198,7 +294,7 @@ def _count_empty_documents(dataset: IndexedDataset) -> int:
 
 
 def _open_spans(
-    prefix: str, record: Sidecar | None, stack: ExitStack, problems: _Problems
+    prefix: str, record: Sidecar | None, stack: ExitStack, problems: list[str]
 ) -> Iterator[Span]:
     """Opens both files and cuts them as the record does; they stay open as long as `stack`."""
     files = (None, None) if record is None else (record.bin, record.idx)
@@ -207,65 +303,57 @@ def _open_spans(
             file_descriptor = stack.enter_context(open_file(path)).fileno()
             size_bytes = os.fstat(file_descriptor).st_size
         except OSError as error:
-            problems.add(f"{path}: {error.strerror}")
+            problems.append(f"{path}: {error.strerror}")
             continue
         blocks: list[BlockChecksum] = []
         if written is not None:
             if written.size_bytes != size_bytes:
-                problems.add(
+                problems.append(
                     f"{path}: {size_bytes} bytes, but {written.size_bytes} were written: "
                     + ("cut short" if size_bytes < written.size_bytes else "something was added")
                 )
             if all(block.n_bytes > 0 for block in written.blocks):
                 blocks = written.blocks
             else:
-                problems.add(f"{prefix}.json: the blocks of {path.name} have sizes below 1")
-        yield from _cut(path, file_descriptor, size_bytes, blocks)
-
-
-def _cut(
-    path: Path, file_descriptor: int, size_bytes: int, blocks: list[BlockChecksum]
-) -> Iterator[Span]:
-    """Cuts a file into its recorded blocks; what no whole block covers comes without checksum."""
-    first = 0
-    for block in blocks:
-        if first + block.n_bytes > size_bytes:
-            break
-        yield Span(path, file_descriptor, first, block.n_bytes, block.sha256)
-        first += block.n_bytes
-    for start in range(first, size_bytes, BLOCK_BYTES):
-        n_bytes = min(BLOCK_BYTES, size_bytes - start)
-        yield Span(path, file_descriptor, start, n_bytes, None)
+                problems.append(f"{prefix}.json: the blocks of {path.name} have sizes below 1")
+        first = 0
+        for block in blocks:
+            if first + block.n_bytes > size_bytes:
+                break
+            yield Span(path, file_descriptor, first, block.n_bytes, block.sha256)
+            first += block.n_bytes
+        for start in range(first, size_bytes, BLOCK_BYTES):  # no whole block covers these
+            n_bytes = min(BLOCK_BYTES, size_bytes - start)
+            yield Span(path, file_descriptor, start, n_bytes, None)
 
 
 def _check_spans(
-    spans: list[Span], checker: BlockChecker, problems: _Problems, progress: Progress | None
+    spans: list[Span], checker: BlockChecker, problems: list[str], progress: Progress | None
 ) -> None:
-    """Checks all spans and puts what was found into words."""
+    """Checks all spans and describes what is wrong."""
     total_bytes, done_bytes = sum(span.n_bytes for span in spans), 0
     damaged: list[list[Span]] = []
-    sum_of = BlockErrors()
+    in_all = BlockErrors()
     with ThreadPoolExecutor(_THREADS) as pool:
-        for span, finding in zip(spans, pool.map(checker.check, spans), strict=True):
-            if finding.error:
-                problems.add(f"{span.path}: bytes {span.first} to {span.end - 1}: {finding.error}")
-            if finding.differs:
+        for span, errors in zip(spans, pool.map(checker.check, spans), strict=True):
+            if errors.error:
+                problems.append(
+                    f"{span.path}: bytes {span.first} to {span.end - 1}: {errors.error}"
+                )
+            if errors.differs:
                 last = damaged[-1][-1] if damaged else None
                 if last is not None and (last.path, last.end) == (span.path, span.first):
                     damaged[-1].append(span)
                 else:
                     damaged.append([span])
-            sum_of.bad_ids += finding.bad_ids
-            sum_of.n_bad_ids += finding.n_bad_ids
-            sum_of.bad_ends += finding.bad_ends
-            sum_of.n_bad_ends += finding.n_bad_ends
+            in_all.bad_ids.add(errors.bad_ids)
+            in_all.bad_ends.add(errors.bad_ends)
             done_bytes += span.n_bytes
             if progress is not None:
                 progress(done_bytes, total_bytes)
-    for run in damaged:
-        problems.add(_describe_damage(run, checker.dataset))
+    problems += [_describe_damage(run, checker.dataset) for run in damaged]
     if checker.dataset is not None:
-        _describe_ids(sum_of, checker, checker.dataset, problems)
+        problems += _describe_tokens(in_all, checker, checker.dataset)
 
 
 def _describe_damage(run: list[Span], dataset: IndexedDataset | None) -> str:
@@ -276,32 +364,42 @@ def _describe_damage(run: list[Span], dataset: IndexedDataset | None) -> str:
         return text
     itemsize = dataset.dtype.itemsize
     tokens = [min(byte // itemsize, dataset.n_tokens - 1) for byte in (first, last)]
-    sequences = [sequence_of(dataset, token) for token in tokens]
-    documents = [document_of(dataset, sequence) for sequence in sequences]
+    sequences = [_sequence_of(dataset, token) for token in tokens]
+    documents = [_document_of(dataset, sequence) for sequence in sequences]
     return (
         f"{text} (sequences {sequences[0]} to {sequences[1]}, "
         f"documents {documents[0]} to {documents[1]})"
     )
 
 
-def _describe_ids(
-    finding: BlockErrors, checker: BlockChecker, dataset: IndexedDataset, problems: _Problems
-) -> None:
+def _describe_tokens(
+    errors: BlockErrors, checker: BlockChecker, dataset: IndexedDataset
+) -> Iterator[str]:
     bin_path, _ = token_paths(dataset.prefix)
-    if finding.bad_ids:
-        token, token_id = finding.bad_ids[0]
-        sequence = sequence_of(dataset, token)
+    if errors.bad_ids.first:
+        token, token_id = errors.bad_ids.first
+        sequence = _sequence_of(dataset, token)
         offset = token - int(dataset.sequence_pointers[sequence]) // dataset.dtype.itemsize
         size = checker.vocabulary_size
         allowed = "below 0" if size is None else f"outside the vocabulary (0 to {size - 1})"
-        problems.add(
-            f"{bin_path}: ids {allowed}: {finding.n_bad_ids}; the first is {token_id}: token "
-            f"{offset} of sequence {sequence} (document {document_of(dataset, sequence)})"
+        yield (
+            f"{bin_path}: ids {allowed}: {errors.bad_ids.count}; the first is {token_id}: token "
+            f"{offset} of sequence {sequence} (document {_document_of(dataset, sequence)})"
         )
-    if finding.bad_ends:
-        document, token_id = finding.bad_ends[0]
-        problems.add(
+    if errors.bad_ends.first:
+        document, token_id = errors.bad_ends.first
+        yield (
             f"{bin_path}: documents that do not end with the end of document "
-            f"({checker.eod_id}): {finding.n_bad_ends}; the first is document {document}, which "
-            f"ends with {token_id}"
+            f"({checker.eod_id}): {errors.bad_ends.count}; the first is document {document}, "
+            f"which ends with {token_id}"
         )
+
+
+def _sequence_of(dataset: IndexedDataset, token: int) -> int:
+    """Finds the sequence that holds a token of the .bin."""
+    return bisect_right(dataset.sequence_pointers, token * dataset.dtype.itemsize) - 1
+
+
+def _document_of(dataset: IndexedDataset, sequence: int) -> int:
+    """Finds the document that holds a sequence."""
+    return bisect_right(dataset.document_indices, sequence) - 1
