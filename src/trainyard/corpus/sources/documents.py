@@ -9,7 +9,6 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from trainyard.corpus.sources.arrow import read_arrow
 from trainyard.corpus.sources.batch import Batch, Fault
 from trainyard.corpus.sources.blocks import DamagedFileError, read_blocks
 from trainyard.corpus.sources.files import Segment, format_of
@@ -20,7 +19,7 @@ from trainyard.corpus.sources.jsonl import (
     start_of,
     too_long,
 )
-from trainyard.corpus.sources.parquet import read_parquet
+from trainyard.corpus.sources.tables import read_table
 from trainyard.corpus.sources.wikipedia import read_wikipedia
 from trainyard.errors import DataError, printable
 
@@ -47,25 +46,25 @@ def read_documents(
             if split_on:
                 _split_texts(batch, split_on)
             n_lines += batch.n_lines
+            for field in fields:  # the format has none, or nothing could be read
+                batch.fields.setdefault(field, [""] * len(batch.texts))
             batch.faults[:] = [_say_how_to_convert(fault, segment.path) for fault in batch.faults]
             yield batch
     except OSError as error:
         problem = f"{printable(segment.path)} cannot be read: {error.strerror or error}"
         raise DataError(problem, "check that the file is there and may be read") from error
     except DamagedFileError as error:
-        yield Batch([], 0, 0, [_explain_damage(error, segment.path, n_lines)])
+        fault = _explain_damage(error, segment.path, n_lines)
+        yield Batch([], 0, 0, [fault], {field: [] for field in fields})
 
 
 def _read(segment: Segment, key: str, fields: Sequence[str], split_on: str) -> Iterator[Batch]:
     kind, _ = format_of(segment.path)
     if kind == "jsonl":
         return read_jsonl(segment, key, fields)
-    if kind == "parquet":
-        return read_parquet(segment, key, fields)
-    if kind == "arrow":
-        return read_arrow(segment, key, fields)
-    plain = read_wikipedia(segment) if kind == "wikipedia" else _read_txt(segment, split_on)
-    return (_without_metadata(batch, fields) for batch in plain)
+    if kind in ("parquet", "arrow"):
+        return read_table(segment, key, fields)
+    return read_wikipedia(segment) if kind == "wikipedia" else _read_txt(segment, split_on)
 
 
 def _split_texts(batch: Batch, mark: str) -> None:
@@ -116,12 +115,6 @@ def _say_how_to_convert(fault: Fault, path: Path) -> Fault:
     converted = shlex.quote(f"{path}.utf8")
     command = f"iconv -f {encoding} -t UTF-8 {name} > {converted} && mv {converted} {name}"
     return replace(fault, hint=f"convert it: {command}")
-
-
-def _without_metadata(batch: Batch, fields: Sequence[str]) -> Batch:
-    """Fills the columns of metadata that the format has not got."""
-    batch.fields.update({field: [""] * len(batch.texts) for field in fields})
-    return batch
 
 
 def _read_txt(segment: Segment, split_on: str) -> Iterator[Batch]:
