@@ -29,12 +29,13 @@ from typing import Any, cast
 from measuring import describe_machine, publish
 
 from trainyard.config.corpus import Corpus
-from trainyard.corpus.preparation import progress, work_folder
-from trainyard.corpus.preparation.plan import Output, PreparationPlan
-from trainyard.corpus.preparation.progress import ProgressReader
-from trainyard.corpus.preparation.work_folder import Claim, WorkerState, WorkFolder
-from trainyard.corpus.preparation.worker import BEAT_SECONDS, CorpusWorker, piece_names
+from trainyard.corpus.preparation import work_folder
+from trainyard.corpus.preparation.plan import Identity, Output, PreparationPlan
+from trainyard.corpus.preparation.prepare import STATES_PER_SECOND
+from trainyard.corpus.preparation.work_folder import WorkerState, WorkFolder, read_progress
+from trainyard.corpus.preparation.worker import BEAT_SECONDS, CorpusWorker
 from trainyard.corpus.sources import Segment
+from trainyard.data.sidecar import SourceRecord
 
 OLD_SECONDS = 1.0
 BEAT_INTERVAL = 20.0
@@ -62,22 +63,22 @@ class OldFolder(WorkFolder):
 
     clock: Clock
 
-    def names(self, folder: str) -> list[str]:
+    def list(self, folder: str) -> list[str]:
         """Lists what was there a moment ago."""
         self.clock.n_calls += 1
         since, names = self.clock.lists.get(folder, (float("-inf"), []))
         if self.clock.now - since >= OLD_SECONDS:
             before = self.clock.n_calls
-            names = super().names(folder)
+            names = super().list(folder)
             self.clock.n_calls = before
             self.clock.lists[folder] = (self.clock.now, names)
         return names
 
-    def claim(self, name: str) -> Claim | None:
+    def claim(self, piece: str) -> bool:
         """Takes a piece, and counts what others had taken."""
-        claim = super().claim(name)
-        self.clock.failed[name] += claim is None
-        return claim
+        is_mine = super().claim(piece)
+        self.clock.failed[piece] += not is_mine
+        return is_mine
 
 
 @dataclass
@@ -86,7 +87,7 @@ class Worker:
 
     folder: OldFolder
     product: CorpusWorker
-    claim: Claim | None = None
+    piece: str = ""
     is_dead: bool = False
     rest_calls: int = 0
     rest_seconds: float = 0.0
@@ -100,8 +101,7 @@ class Simulation:
         self.clock = clock = Clock()
         sys.addaudithook(clock.count)
         virtual = SimpleNamespace(monotonic=lambda: clock.now, time=lambda: clock.now)
-        for module in (work_folder, progress):
-            cast(Any, module).time = virtual
+        cast(Any, work_folder).time = virtual
         OldFolder.clock = clock
         corpus = Corpus(inputs=("x",), output=str(path / "out"), tokenizer="gpt2")
         units = [[Segment(Path("x"), n, n + 1)] for n in range(n_units)]
@@ -110,11 +110,13 @@ class Simulation:
             Output(f"o{n}", range(n * per_join, min((n + 1) * per_join, n_units)), range(1))
             for n in range(n_joins)
         ]
-        plan = PreparationPlan(corpus, cast(Any, None), cast(Any, None), units, outputs)
+        identity = Identity(
+            version="", options={}, unit_bytes=1, tokenizer="", sources=[SourceRecord("x", 1, 1)]
+        )
+        self.plan = plan = PreparationPlan(corpus, cast(Any, None), identity, units, outputs)
         self.path = path / "out.work"
-        WorkFolder.create(self.path, "{}", piece_names(plan), "first-1-1")
+        WorkFolder(self.path, "first-1-1").create(plan.text)
         self.workers = [self._build(plan, n) for n in range(n_workers)]
-        self.reader = ProgressReader(self.workers[0].folder, plan.unit_bytes)
         self.events: list[tuple[float, int, Callable[[], float | None]]] = []
         self.n_events = 0
 
@@ -143,7 +145,7 @@ class Simulation:
         own_beats = 2 / BEAT_SECONDS
         rested = [worker for worker in self.workers if worker.rest_seconds > LONG_SECONDS]
         rates = [worker.rest_calls / worker.rest_seconds + own_beats for worker in rested]
-        n_units = len(self.workers[0].product._plan.units)
+        n_units = len(self.plan.units)
         return {
             "workers": len(self.workers),
             "units": n_units,
@@ -162,13 +164,13 @@ class Simulation:
 
     def _step(self, worker: Worker, dies: bool) -> float | None:
         """What a worker does next; gives how long until it acts again."""
-        if worker.claim is not None:
-            worker.folder.finish(worker.claim, b"{}")
-            worker.claim = None
+        if worker.piece:
+            worker.folder.finish(worker.piece, b"{}")
+            worker.piece = ""
         before = self.clock.n_calls
         taken = worker.product.take()
-        if isinstance(taken, Claim):
-            worker.claim = taken
+        if isinstance(taken, str):
+            worker.piece = taken
             worker.is_dead = dies
             return None if dies else random.uniform(45, 75)
         if taken is None:
@@ -188,8 +190,9 @@ class Simulation:
 
     def _read_progress(self) -> float | None:
         """As the parent of the workers of a node does."""
-        self.reader.read()
-        return None if all(worker.is_dead for worker in self.workers) else 0.5
+        read_progress(self.workers[0].folder, self.plan)
+        pause = max(0.5, len(self.workers) / STATES_PER_SECOND)
+        return None if all(worker.is_dead for worker in self.workers) else pause
 
 
 def main() -> None:

@@ -289,7 +289,7 @@ def test_the_status_of_work_in_flight(folder: Path) -> None:
     command += ["plain.toml", "--workers", "2", "--on-error", "quarantine"]
     process = subprocess.Popen(command, stderr=subprocess.PIPE, stdout=subprocess.PIPE)
     try:
-        wait_until(lambda: process.poll() or list(Path().glob("web.work/claimed/unit-*")))
+        wait_until(lambda: process.poll() or list(Path().glob("web.work/claims/unit-*")))
         shown = run_verb("plain.toml", "--status")
     finally:
         process.send_signal(signal.SIGINT)
@@ -299,7 +299,7 @@ def test_the_status_of_work_in_flight(folder: Path) -> None:
     assert "documents, " in shown
     assert f"-{process.pid}-" not in shown  # it only waits for its workers
     assert ": waiting, last update " in shown or ": unit-" in shown
-    assert not list(Path().glob("web.work/claimed/*"))  # given back at once
+    assert not list(Path().glob("web.work/claims/*"))  # given back at once
     assert not Path("web_text_document.bin").exists()
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import fnmatch
 import json
 import os
 import random
@@ -21,7 +20,9 @@ from tests.command import Fork
 from tests.launch.processes import is_running
 from tests.waiting import wait_until
 
-from trainyard.corpus.preparation.prepare import prepare
+from trainyard.corpus.preparation.plan import plan_corpus
+from trainyard.corpus.preparation.prepare import prepare, record_tokenizer
+from trainyard.data.vocabulary import load_vocabulary
 
 from .conftest import describe_corpus, read_all, write_corpus
 
@@ -107,11 +108,14 @@ def start_with_workers(description: str, workers: int) -> subprocess.Popen[str]:
     )
 
 
-def claimed_for_the_first_time(work: Path) -> list[str]:
+def owners(work: Path) -> dict[str, int]:
+    """The processes that work on units."""
+    found = {}
     with suppress(FileNotFoundError):  # not begun, or published
-        names = [path.name for path in (work / "claimed").iterdir()]
-        return fnmatch.filter(names, "unit-*.0@*")
-    return []
+        for path in (work / "claims").glob("unit-*"):
+            with suppress(FileNotFoundError, IndexError):  # finished, or being written
+                found[path.name] = int(path.read_text().rsplit("-", 2)[1])
+    return found
 
 
 def test_workers_killed_are_replaced(tmp_path: Path, tokenizer_folder: Path) -> None:
@@ -124,13 +128,14 @@ def test_workers_killed_are_replaced(tmp_path: Path, tokenizer_folder: Path) -> 
     running = start_with_workers(killed.model_dump_json(), 3)
     choice = random.Random(2)
     n_killed = 0
+    hit = set[str]()
     while running.poll() is None:
         time.sleep(choice.uniform(0.02, 0.1))
-        claimed = claimed_for_the_first_time(tmp_path / "out/c.work")  # three deaths end the run
-        if claimed and n_killed < 6:
-            owner = int(choice.choice(claimed).rsplit("-", 2)[1])
-            if owner in children_of(running.pid):
-                os.kill(owner, signal.SIGKILL)
+        claimed = owners(tmp_path / "out/c.work")
+        if (new := sorted(set(claimed) - hit)) and n_killed < 6:  # three deaths end the run
+            hit.add(unit := choice.choice(new))
+            if claimed[unit] in children_of(running.pid):
+                os.kill(claimed[unit], signal.SIGKILL)
                 n_killed += 1
     _, error = running.communicate()
     assert running.returncode == 0, error
@@ -147,11 +152,13 @@ def test_a_piece_that_kills_its_workers_ends_the_run(
         (tmp_path / f"in/{name}.jsonl").write_text(json.dumps(line) + "\n")
     (tmp_path / "out").mkdir()
     corpus = describe_corpus(tmp_path / "in", tokenizer_folder, tmp_path / "out/c")
+    record = record_tokenizer(corpus, load_vocabulary(corpus.tokenizer))
+    unit = plan_corpus(corpus, record, UNIT_BYTES).stages[0][1]
     running = start_with_workers(corpus.model_dump_json(), 2)
     while running.poll() is None:
-        for claim in (tmp_path / "out/c.work/claimed").glob("unit-000001.*"):
+        if owner := owners(tmp_path / "out/c.work").get(unit):
             with suppress(ProcessLookupError):
-                os.kill(int(claim.name.rsplit("-", 2)[1]), signal.SIGKILL)
+                os.kill(owner, signal.SIGKILL)
         time.sleep(0.0005)
     _, error = running.communicate()
     assert "3 workers died at unit-000001" in error, error

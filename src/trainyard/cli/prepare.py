@@ -16,7 +16,7 @@ from trainyard.errors import ConfigError, printable
 if TYPE_CHECKING:
     from trainyard.config.corpus import Corpus
     from trainyard.corpus.preparation.prepare import OnError
-    from trainyard.corpus.preparation.progress import Progress
+    from trainyard.corpus.preparation.work_folder import Progress
     from trainyard.data.sidecar import Sidecar
 
 

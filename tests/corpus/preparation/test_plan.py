@@ -15,7 +15,6 @@ from trainyard.corpus.preparation.plan import (
     PreparationPlan,
     plan_corpus,
 )
-from trainyard.corpus.preparation.worker import piece_names
 from trainyard.corpus.sources.files import choose_unit_bytes
 from trainyard.data.sidecar import TokenizerRecord
 from trainyard.errors import DataError
@@ -57,8 +56,23 @@ def test_units_make_one_output(folder: Path) -> None:
 
 def test_every_band_is_a_piece_of_work(folder: Path) -> None:
     steps = [{"kind": "deduplicate"}, {"kind": "near_deduplicate", "bands": 7}]
-    names = piece_names(plan(folder, steps=steps))
-    assert names[5:] == [*(f"compare-{number:03d}" for number in range(8)), "join-00000"]
+    made = plan(folder, steps=steps)
+    units, compares, joins = made.stages
+    assert len(set(units)) == 5
+    end = made.recipe[:8]
+    assert compares == [f"compare-{number:03d}-{end}" for number in range(8)]
+    assert joins == [f"join-00000-{end}"]
+    assert made.label(units[3]) == "unit-000003"
+
+
+def test_a_unit_keeps_its_name_as_long_as_its_input_does(folder: Path) -> None:
+    before = plan(folder).stages
+    (folder / "b.jsonl").write_bytes(LINE)
+    units, _, joins = plan(folder).stages
+    assert units[:2] == before[0][:2]
+    assert units[-1] == before[0][-1]
+    assert not set(units[2:-1]) & set(before[0])
+    assert joins != before[2]
 
 
 @pytest.mark.parametrize(

@@ -8,27 +8,28 @@ import signal
 from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 from unittest.mock import Mock
 
 import msgspec
 import numpy as np
 import pytest
-from tests.command import Fork
 from tests.data.families import ENDS, TEXTS, build_content, load_reference, write_folder
-from tests.waiting import wait_until
 
 from trainyard.config.corpus import Corpus, output_prefixes
 from trainyard.corpus.preparation import worker
-from trainyard.corpus.preparation.lead import Lead
-from trainyard.corpus.preparation.plan import plan_corpus
-from trainyard.corpus.preparation.prepare import prepare, read_status, train_on_inputs, work_path
-from trainyard.corpus.preparation.progress import Progress
+from trainyard.corpus.preparation.plan import PreparationPlan, plan_corpus
+from trainyard.corpus.preparation.prepare import (
+    prepare,
+    read_status,
+    record_tokenizer,
+    train_on_inputs,
+    work_path,
+)
 from trainyard.corpus.preparation.unit import UnitWorker
-from trainyard.corpus.preparation.work_folder import WorkFolder, name_process
+from trainyard.corpus.preparation.work_folder import Progress, name_process
 from trainyard.corpus.preparation.worker import CorpusWorker
-from trainyard.corpus.sources import Segment, scan_inputs
+from trainyard.corpus.sources import Segment
 from trainyard.data.indexed import IndexedDataset
 from trainyard.data.sidecar import Sidecar, load_sidecar
 from trainyard.data.tokenizer import load_tokenizer
@@ -94,6 +95,12 @@ def corpus(small: Corpus, tmp_path: Path) -> Corpus:
 def run(corpus: Corpus, **arguments: Any) -> Sidecar:
     """Prepares one pair of token files, cut into many units, with bad documents set aside."""
     return prepare(corpus, **{"on_error": "quarantine", "unit_bytes": 1500, **arguments})[0]
+
+
+def plan_of(corpus: Corpus) -> PreparationPlan:
+    """The plan that `run` follows."""
+    tokenizer = record_tokenizer(corpus, load_vocabulary(corpus.tokenizer))
+    return plan_corpus(corpus, tokenizer, 1500)
 
 
 def leftovers(folder: Path) -> list[str]:
@@ -252,68 +259,6 @@ def test_published_tokenizers_give_the_ids_of_the_reference(
         assert read_output(prefix_of(corpus)) == several
 
 
-def test_one_of_several_processes_lists_the_inputs(
-    corpus: Corpus, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    log = tmp_path / "log"
-    take, ready, read_list = Lead._take, Lead.say_ready, Lead._read_list
-
-    def note(line: str) -> None:
-        with log.open("a") as file:
-            file.write(f"{line}\n")
-
-    def list_once_all_have_come(inputs: tuple[str, ...]) -> object:
-        note("lists")
-        wait_until(lambda: log.read_text().count("came") >= 3)
-        return scan_inputs(inputs)
-
-    def come(lead: Lead) -> bool:
-        leads = take(lead)
-        note("came")
-        return leads
-
-    def say_ready(lead: Lead) -> None:
-        ready(lead)
-        if lead._own.exists():
-            wait_until(lambda: log.read_text().count("reads") >= 2)
-
-    def read(lead: Lead, inputs: tuple[str, ...]) -> object:
-        found = read_list(lead, inputs)
-        assert read_list(lead, (*inputs, "another")) is None  # the list of other inputs
-        note("reads")
-        return found
-
-    monkeypatch.setattr("trainyard.corpus.preparation.plan.scan_inputs", list_once_all_have_come)
-    for name, function in (("_take", come), ("say_ready", say_ready), ("_read_list", read)):
-        monkeypatch.setattr(Lead, name, function)
-    forks = [Fork(lambda: run(corpus)) for _ in range(3)]
-    assert [fork.wait().returncode for fork in forks] == [0, 0, 0]
-    assert log.read_text().count("lists") == 1
-    log.unlink()
-    assert leftovers(tmp_path) == [*FILES, "out_text_document.quarantine.jsonl"]
-
-
-def test_a_leader_of_another_machine_is_believed_once_it_is_seen_to_live(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    now = 0.0
-    clock = SimpleNamespace(monotonic=lambda: now)
-    monkeypatch.setattr("trainyard.corpus.preparation.lead.time", clock)
-    lead = Lead(WorkFolder(tmp_path / "x.work", name_process(os.getpid())))
-    said = tmp_path / "x.work.lead" / "elsewhere-77-123"
-    said.parent.mkdir()
-    seen = []
-    for text, seconds in [("1 ", 1), ("2 ", 2), ("2 ready", 3), ("2 ready", 12), ("2 ready", 14)]:
-        now = seconds
-        said.write_text(text)
-        seen.append(lead._look())
-    assert seen == ["", "", "ready", "ready", "dead"]
-    assert not said.parent.exists()
-    said.parent.mkdir()
-    said.write_text("9 ready")  # left by a job that was killed: it may be of yesterday
-    assert Lead(lead._folder)._look() == ""
-
-
 def test_only_the_first_places_of_a_kind_are_kept(corpus: Corpus, tmp_path: Path) -> None:
     (tmp_path / "in/a.jsonl").write_bytes(b"bad\n" * 1000 + lines(["cat"]))
     sidecar = run(corpus)
@@ -406,7 +351,8 @@ def test_work_that_was_interrupted_goes_on(corpus: Corpus, monkeypatch: pytest.M
         path.unlink()
     begun = interrupt(corpus, monkeypatch, 4)
     done = work_path(corpus) / "done"
-    assert sorted(path.name for path in done.iterdir()) == [f"unit-00000{n}" for n in range(4)]
+    units = plan_of(corpus).stages[0]
+    assert {path.name for path in done.iterdir()} == set(units[:4])
     assert not list((work_path(corpus) / "scratch").iterdir())
     status = read_status(corpus)
     assert status is not None
@@ -425,10 +371,10 @@ def test_work_that_was_interrupted_goes_on(corpus: Corpus, monkeypatch: pytest.M
 @pytest.mark.parametrize(
     "name",
     [
-        *("done/unit-000001", "parts/unit-000001.bin", "parts/unit-000001.idx"),
-        *("parts/unit-000001.keys-0.npy", "parts/unit-000001.documents.npy"),
-        *("parts/*.quarantine", "done/compare-000"),
-        *("parts/compare-000.mask", "parts/compare-000.ends.npy"),
+        *("done/{unit}", "parts/{unit}.bin", "parts/{unit}.idx"),
+        *("parts/{unit}.keys-0.npy", "parts/{unit}.documents.npy"),
+        *("parts/*.quarantine", "done/compare-000-*"),
+        *("parts/compare-000-*.mask", "parts/compare-000-*.ends.npy"),
     ],
 )
 def test_what_was_damaged_between_two_commands_is_made_anew(
@@ -447,15 +393,16 @@ def test_what_was_damaged_between_two_commands_is_made_anew(
         patch.setattr(CorpusWorker, "_join", Mock(side_effect=KeyboardInterrupt))
         with pytest.raises(KeyboardInterrupt):
             run(corpus)
-    work = work_path(corpus)
-    path = next(work.glob(name))
+    plan = plan_of(corpus)
+    path = next(work_path(corpus).glob(name.format(unit=plan.stages[0][1])))
     if harm is None:
         path.unlink()
     else:
         path.write_bytes(harm(path.read_bytes()))
     run(corpus)
     assert read_output(prefix_of(corpus)) == expected
-    assert f"{path.name.partition('.')[0]} is damaged or lost" in caplog.text or "done" in name
+    label = plan.label(path.name.partition(".")[0])
+    assert f"{label} is damaged or lost" in caplog.text or "done" in name
 
 
 def stop_before_the_join(corpus: Corpus, monkeypatch: pytest.MonkeyPatch, n_joins: int = 0) -> Path:
@@ -478,7 +425,7 @@ def test_a_record_that_counts_otherwise_is_made_anew(
     corpus: Corpus, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     work = stop_before_the_join(corpus, monkeypatch)
-    record = work / "done/unit-000001"
+    record = work / "done" / plan_of(corpus).stages[0][1]
     content = record.read_bytes()
     record.write_bytes(content.replace(b'"tokens":', b'"tokens":1', 1))
     assert record.read_bytes() != content
@@ -513,7 +460,7 @@ def test_a_damaged_record_does_not_hide_an_unreadable_document(
 ) -> None:
     with pytest.raises(DataError) as first:
         run(corpus, on_error="stop")
-    done = min((work_path(corpus) / "done").iterdir())
+    done = work_path(corpus) / "done" / plan_of(corpus).stages[0][0]
     done.write_bytes(zeros(done.read_bytes()))
     with pytest.raises(DataError) as again:
         run(corpus, on_error="stop")
@@ -527,9 +474,9 @@ def test_a_command_that_is_killed_may_be_given_again_any_number_of_times(
     folder = work_path(corpus)
     machine, pid, _ = name_process(os.getpid()).rsplit("-", 2)
     for _ in range(4):
-        (piece,) = (folder / "todo").glob("unit-000000.*")
-        piece.rename(folder / "claimed" / f"{piece.name}@{machine}-{pid}-1")  # as if killed there
-        interrupt(corpus, monkeypatch, 0)
+        claim = folder / "claims" / plan_of(corpus).stages[0][0]
+        claim.write_text(f"{machine}-{pid}-1")  # as if killed there
+        assert interrupt(corpus, monkeypatch, 0) == [0]
 
 
 def test_an_input_that_changed_in_the_middle_is_named(
@@ -569,6 +516,18 @@ def test_an_input_that_changed_voids_its_own_units_alone(
     found = read_output(prefix_of(corpus))
     run(change(corpus, output=str(tmp_path / "new")))
     assert found == read_output(str(tmp_path / "new_text_document"))
+
+
+def test_a_process_of_a_plan_that_was_replaced_publishes_nothing(
+    corpus: Corpus, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def replace_plan(*_: Any) -> None:
+        (work_path(corpus) / "plan.json").write_bytes(b"{}")
+
+    monkeypatch.setattr(worker, "join_output", replace_plan)
+    with pytest.raises(MachineError, match=r"removed or replaced the work folder .*out.work"):
+        run(corpus)
+    assert leftovers(tmp_path) == ["out.work"]
 
 
 def test_the_output_is_checked_before_the_work(corpus: Corpus, tmp_path: Path) -> None:

@@ -17,18 +17,27 @@ from types import SimpleNamespace
 import pytest
 from tests.waiting import WATCHDOG_SECONDS, prepare_fork
 
-from trainyard.corpus.preparation.progress import read_progress
-from trainyard.corpus.preparation.work_folder import Claim, WorkerState, WorkFolder, name_process
+from trainyard.config.corpus import Corpus
+from trainyard.corpus.preparation.plan import PreparationPlan, plan_corpus
+from trainyard.corpus.preparation.work_folder import (
+    WorkerState,
+    WorkFolder,
+    name_process,
+    read_progress,
+)
+from trainyard.data.sidecar import TokenizerRecord
 from trainyard.errors import MachineError
 
-PIECES = ["unit-000000", "unit-000001", "unit-000002"]
+PIECES = ["unit-a", "unit-b", "unit-c"]
 ME = name_process(os.getpid())
 FAR = "elsewhere-77-123"  # a process of another machine
 
 
-def make(path: Path, pieces: list[str] = PIECES) -> WorkFolder:
-    WorkFolder.create(path, "the plan", pieces, ME)
-    return enter(path, ME)
+def make(path: Path) -> WorkFolder:
+    folder = WorkFolder(path, ME)
+    folder.create(b"the plan")
+    folder.join()
+    return folder
 
 
 def enter(path: Path, worker: str, stale_seconds: float = 60.0) -> WorkFolder:
@@ -37,10 +46,8 @@ def enter(path: Path, worker: str, stale_seconds: float = 60.0) -> WorkFolder:
     return folder
 
 
-def take(folder: WorkFolder) -> Claim:
-    claim = folder.claim(folder.names("todo")[0])
-    assert claim is not None
-    return claim
+def take_over(folder: WorkFolder, pieces: list[str] = PIECES) -> str | None:
+    return folder.take_over([piece for piece in pieces if piece in folder.list("claims")], str)
 
 
 @pytest.fixture
@@ -54,108 +61,98 @@ def other() -> Iterator[subprocess.Popen[bytes]]:
 
 def test_a_folder_appears_whole(tmp_path: Path) -> None:
     folder = make(tmp_path / "x.work")
-    assert folder.read_plan() == b"the plan"
-    assert folder.names("todo") == [f"{piece}.0" for piece in PIECES]
-    assert [path.name for path in tmp_path.iterdir()] == ["x.work"]
-    WorkFolder.create(tmp_path / "x.work", "another plan", ["other"], "w-1-1")
+    WorkFolder(folder.path, FAR).create(b"another plan")
     assert folder.read_plan() == b"the plan"
     assert [path.name for path in tmp_path.iterdir()] == ["x.work"]
     with pytest.raises(MachineError, match=r"none/x.work cannot be made: ") as caught:
-        WorkFolder.create(Path("/proc/none/x.work"), "plan", PIECES, ME)
+        WorkFolder(Path("/proc/none/x.work"), ME).create(b"plan")
     assert "write to another folder" in caught.value.hint
 
 
 def test_the_way_of_a_piece(tmp_path: Path) -> None:
     folder = make(tmp_path / "x.work")
-    claim = take(folder)
-    assert (claim.piece, claim.attempt) == (PIECES[0], 0)
-    assert folder.names("claimed") == [f"{PIECES[0]}.0@{ME}"]
-    assert take(folder).piece == PIECES[1]
-    folder.finish(claim, b'{"a": 1}')
+    assert all(map(folder.claim, PIECES))
+    assert folder.list("claims") == PIECES
+    folder.finish(PIECES[0], b'{"a": 1}')
     assert (folder.path / "done" / PIECES[0]).read_bytes() == b'{"a": 1}'
-    folder.release(take(folder))
-    assert folder.names("todo") == [f"{PIECES[2]}.0"]
-    folder.stop(take(folder), b"why")
+    folder.release(PIECES[1])
+    folder.stop(PIECES[2], b"why")
     assert (folder.path / "stopped" / PIECES[2]).read_bytes() == b"why"
-    assert folder.names("claimed") == [f"{PIECES[1]}.0@{ME}"]
-    assert folder.names("todo") == []
-    folder.retry_stopped()
-    assert folder.names("stopped") == []
-    assert take(folder).piece == PIECES[2]
+    assert folder.list("claims") == []
+    folder.clear()
+    assert folder.list("stopped") == []
+    assert not folder.claim(PIECES[0]), "it is done"
+    assert folder.claim(PIECES[2])
 
 
 def test_names_that_others_took_are_refused(tmp_path: Path) -> None:
     folder = make(tmp_path / "x.work")
-    names = folder.names("todo")
-    assert take(enter(folder.path, FAR)).piece == PIECES[0]
-    assert folder.claim(names[0]) is None
-    claim = folder.claim(names[1])
-    assert claim is not None and claim.piece == PIECES[1]
+    assert enter(folder.path, FAR).claim(PIECES[0])
+    assert not folder.claim(PIECES[0])
+    assert folder.claim(PIECES[1])
 
 
 def test_a_folder_that_went_away_is_noticed(tmp_path: Path) -> None:
     folder = make(tmp_path / "x.work")
-    names, claim = folder.names("todo"), take(folder)
+    folder.claim(PIECES[0])
     enter(folder.path, FAR).remove()
     assert list(tmp_path.iterdir()) == []
     with pytest.raises(FileNotFoundError):
-        folder.claim(names[0])
-    folder.release(claim)  # is of no use any more, and no error
+        folder.claim(PIECES[1])
+    with pytest.raises(MachineError, match="cannot be written: No such file"):
+        folder.finish(PIECES[0], b"{}")
+    folder.release(PIECES[0])  # is of no use any more, and no error
     folder.leave()
     folder.remove()
+    assert not folder.is_joined()
     with pytest.raises(FileNotFoundError):
         folder.read_plan()
 
 
-def test_a_folder_of_another_plan_keeps_pieces_and_loses_its_processes(tmp_path: Path) -> None:
+def test_a_folder_of_another_plan_keeps_its_pieces(tmp_path: Path) -> None:
     folder = make(tmp_path / "x.work")
-    (folder.parts / f"{PIECES[0]}.bin").write_text("made")
-    folder.finish(take(folder), b"{}")
-    folder.stop(take(folder), b"why")
-    new = WorkFolder(folder.path, FAR)
-    for name in ("new plan", "new plan"):  # the second time another process was faster
-        new.renew(name, PIECES, lambda _: {PIECES[0]: PIECES[1]})
+    for piece in PIECES[:2]:
+        folder.claim(piece)
+        (folder.parts / f"{piece}.bin").write_text(piece)
+        folder.finish(piece, b"{}")
+    assert WorkFolder(folder.path, FAR).replace_plan(b"new plan", [*PIECES[1:], "unit-d"]) == 1
     assert folder.read_plan() == b"new plan"
-    assert (folder.parts / f"{PIECES[1]}.bin").read_text() == "made"
-    assert folder.names("done") == [PIECES[1]]
-    assert folder.names("todo") == [f"{PIECES[0]}.0", f"{PIECES[2]}.0"]
-    assert not folder.is_joined()
-    with pytest.raises(MachineError, match="cannot be written: No such file"):
-        folder.finish(take(folder), b"{}")
+    assert [path.name for path in folder.parts.iterdir()] == [f"{PIECES[1]}.bin"]
+    assert folder.list("done") == [PIECES[1]]
 
 
-def race(path: Path, seed: int) -> list[str]:
-    """Takes pieces until there are none, and gives every fifth back."""
+def race(path: Path, pieces: list[str], seed: int) -> list[str]:
+    """Takes pieces until all are done, and gives every fifth back."""
     folder, order, taken = enter(path, name_process(os.getpid())), random.Random(seed), []
     for turn in itertools.count():
-        names = folder.names("todo")[:40]
-        if not names:
+        claimed, done = set(folder.list("claims")), set(folder.list("done"))
+        if len(done) == len(pieces):
             return taken
-        claim = folder.claim(order.choice(names))
-        if claim is None:
+        free = [piece for piece in pieces if piece not in claimed | done][:40]
+        if not free or not folder.claim(piece := order.choice(free)):
             continue
-        taken.append(claim.piece)
+        taken.append(piece)
         if turn % 5 == 0:
-            taken.append(f"back {claim.piece}")
-            folder.release(claim)
+            taken.append(f"back {piece}")
+            folder.release(piece)
         else:
-            folder.finish(claim, b"{}")
+            folder.finish(piece, b"{}")
 
 
 def test_racing_processes_never_get_the_same_piece(tmp_path: Path) -> None:
-    pieces = [f"unit-{number:06d}" for number in range(2000)]
-    folder = make(tmp_path / "x.work", pieces)
+    pieces = [f"unit-{number:06d}" for number in range(300)]
+    folder = make(tmp_path / "x.work")
     prepare_fork()
     fork = multiprocessing.get_context("fork")
     with fork.Pool(4, fork.Barrier(4).wait) as pool:
-        runs = [(folder.path, seed) for seed in range(4)]
+        runs = [(folder.path, pieces, seed) for seed in range(4)]
         shares = pool.starmap_async(race, runs, chunksize=1).get(WATCHDOG_SECONDS)
     taken = Counter(itertools.chain.from_iterable(shares))
     # Taken once more than it was given back, however many processes asked for it.
     assert [taken[piece] - taken[f"back {piece}"] for piece in pieces] == [1] * len(pieces)
     assert sum(len(share) > 0 for share in shares) > 1
-    assert folder.names("done") == pieces
-    assert folder.names("todo") == folder.names("claimed") == []
+    assert folder.list("done") == pieces
+    assert folder.list("claims") == []
 
 
 def test_a_dead_process_of_this_machine_loses_its_claim(
@@ -163,16 +160,15 @@ def test_a_dead_process_of_this_machine_loses_its_claim(
 ) -> None:
     folder = make(tmp_path / "x.work")
     theirs = enter(folder.path, name_process(other.pid))
-    take(theirs), take(folder)
-    folder.take_back()
-    assert len(folder.names("claimed")) == 2
+    assert theirs.claim(PIECES[0]) and folder.claim(PIECES[1])
+    assert take_over(folder) is None
     assert [alive for _, alive in folder.read_states().values()] == [True, True]
     other.kill()
     os.waitid(os.P_PID, other.pid, os.WEXITED | os.WNOWAIT)
-    folder.take_back()  # its exit code is still there: a zombie is dead
-    assert folder.names("todo") == [f"{PIECES[0]}.1", f"{PIECES[2]}.0"]
-    assert folder.names("claimed") == [f"{PIECES[1]}.0@{ME}"]
+    assert take_over(folder) == PIECES[0]  # its exit code is still there: a zombie is dead
+    assert folder.list("scratch") == [ME]
     other.wait()
+    assert take_over(folder) is None
     assert [alive for _, alive in folder.read_states().values()].count(False) == 1
 
 
@@ -182,9 +178,12 @@ def test_neither_a_dead_process_nor_another_of_its_number_keeps_a_claim(tmp_path
     process = subprocess.Popen(["true"])
     process.wait()
     for worker in (f"{machine}-{pid}-{int(start) - 1}", name_process(process.pid)):
-        take(enter(folder.path, worker))
-        folder.take_back()
-        assert folder.names("claimed") == []
+        for release in (folder.release_dead, folder.clear, lambda: take_over(folder)):
+            enter(folder.path, worker).claim(PIECES[0])
+            release()
+            assert worker not in folder.list("scratch")
+            assert folder.claim(PIECES[0]) or (folder.path / "claims/unit-a").read_text() == ME
+            folder.release(PIECES[0])
 
 
 def test_a_far_process_loses_its_claim_when_it_is_silent(
@@ -195,136 +194,135 @@ def test_a_far_process_loses_its_claim_when_it_is_silent(
     monkeypatch.setattr("trainyard.corpus.preparation.work_folder.time", clock)
     folder = enter(make(tmp_path / "x.work").path, ME)
     far, state = enter(folder.path, FAR), WorkerState()
-    take(far)
-    folder.take_back()  # the first look says nothing
+    far.claim(PIECES[0])
+    assert take_over(folder) is None  # the first look says nothing
     for _ in range(3):
         now += 59.0
         far.beat(state)
-        folder.take_back()
-    assert folder.names("claimed") == [f"{PIECES[0]}.0@{FAR}"]
+        assert take_over(folder) is None
     assert folder.read_states()[FAR][0].beat == 3
+    folder.clear()
+    assert folder.list("claims") == PIECES[:1], "it lives as far as another machine can tell"
     now += 61.0
-    folder.take_back()
-    assert folder.names("todo")[0] == f"{PIECES[0]}.1"
-    far.release(Claim(PIECES[0], 0, folder.path / "claimed" / f"{PIECES[0]}.0@{FAR}"))
-    assert folder.names("todo")[:2] == [f"{PIECES[0]}.1", f"{PIECES[1]}.0"]
+    assert take_over(folder) == PIECES[0]
+    assert (folder.path / "claims" / PIECES[0]).read_text() == ME
+
+
+def test_a_claim_without_a_name_is_taken_over_after_a_while(tmp_path: Path) -> None:
+    folder = WorkFolder(make(tmp_path / "x.work").path, ME, stale_seconds=0.0)
+    (folder.path / "claims" / PIECES[0]).touch()  # killed before it was written, or a crash
+    assert take_over(folder) is None
+    assert take_over(folder) == PIECES[0]
 
 
 def test_what_a_slow_process_finished_after_all_stays_finished(tmp_path: Path) -> None:
-    folder = WorkFolder(make(tmp_path / "x.work").path, ME, stale_seconds=0.0)
+    folder = enter(make(tmp_path / "x.work").path, ME, stale_seconds=0.0)
     far = enter(folder.path, FAR)
-    claim = take(far)
-    folder.take_back()
-    folder.take_back()
-    mine = take(folder)
-    assert (mine.piece, mine.attempt) == (claim.piece, 1)
-    far.finish(claim, b"{}")
-    folder.finish(mine, b"{}")
-    assert folder.names("done") == [PIECES[0]]
-    assert folder.names("claimed") == []
+    far.claim(PIECES[0])
+    assert take_over(folder) is None
+    assert take_over(folder) == PIECES[0]
+    far.finish(PIECES[0], b"{}")
+    assert not far.claim(PIECES[0])
+    folder.finish(PIECES[0], b"{}")
+    assert folder.list("done") == [PIECES[0]]
+    assert folder.list("claims") == []
 
 
 def test_a_claim_left_on_a_finished_piece_is_dropped(tmp_path: Path) -> None:
-    folder = make(tmp_path / "x.work")
-    far = enter(folder.path, FAR)
-    claim = take(far)
-    (folder.path / "done" / claim.piece).write_text("{}")  # killed just before the claim went
-    folder.take_back(FAR)
-    assert folder.names("claimed") == []
-    assert folder.names("todo") == [f"{piece}.0" for piece in PIECES[1:]]
+    folder = enter(make(tmp_path / "x.work").path, ME, stale_seconds=0.0)
+    enter(folder.path, FAR).claim(PIECES[0])
+    (folder.path / "done" / PIECES[0]).write_text("{}")  # killed just before the claim went
+    assert [take_over(folder) for _ in range(2)] == [None, None]
+    assert folder.list("claims") == []
 
 
 def test_a_piece_at_which_three_workers_died_is_named(tmp_path: Path) -> None:
-    folder = make(tmp_path / "x.work", PIECES[:1])
-    for attempt in range(2):
-        assert take(enter(folder.path, FAR)).attempt == attempt
-        folder.take_back(FAR)
-    take(enter(folder.path, FAR))
-    with pytest.raises(MachineError, match=f"3 workers died at {PIECES[0]}, .* {FAR}") as caught:
-        folder.take_back(FAR)
-    assert "out of memory is the usual reason" in caught.value.hint
-    folder.forgive()
-    assert take(folder).attempt == 0
+    folder = enter(make(tmp_path / "x.work").path, ME, stale_seconds=0.0)
+    for number in range(2):
+        assert enter(folder.path, f"{FAR}{number}").claim(PIECES[0])
+        take_over(folder)
+        assert take_over(folder) == PIECES[0]
+        folder.release(PIECES[0])
+    enter(folder.path, FAR).claim(PIECES[0])
+    take_over(folder)
+    for _ in range(2):  # every process says so
+        with pytest.raises(
+            MachineError, match=rf"3 workers died at {PIECES[0]}, .* {FAR}\n"
+        ) as died:
+            take_over(folder)
+    assert "out of memory is the usual reason" in died.value.hint
+    folder.clear()
+    assert take_over(folder) == PIECES[0]
 
 
-def test_a_worker_that_was_ended_is_no_attempt(tmp_path: Path) -> None:
-    folder = make(tmp_path / "x.work")
-    take(enter(folder.path, FAR))
-    folder.take_back(FAR, count=False)
-    assert folder.names("todo")[0] == f"{PIECES[0]}.0"
-
-
-def test_a_piece_finished_during_the_look_is_no_third_death(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    folder = make(tmp_path / "x.work", PIECES[:1])
-    (folder.path / f"todo/{PIECES[0]}.0").rename(folder.path / f"todo/{PIECES[0]}.2")
-    far = enter(folder.path, FAR)
-    claim = take(far)
-
-    def is_alive(worker: str) -> bool:
-        far.finish(claim, b"{}")
-        return False
-
-    monkeypatch.setattr(folder, "_is_alive", is_alive)
-    folder.take_back()
-
-
-@pytest.mark.parametrize("place", ["claimed", "workers"])
+@pytest.mark.parametrize("place", ["claims", "workers"])
 def test_files_of_the_file_system_are_no_pieces(tmp_path: Path, place: str) -> None:
     folder = make(tmp_path / "x.work")
     (folder.path / place / ".nfs00000000012345").write_text("{}")
-    folder.take_back()
+    folder.clear()
+    assert folder.list("claims") == []
     assert list(folder.read_states()) == [ME]
 
 
 @pytest.mark.parametrize("name", ["a b", "quo'te\"", "new\nline", "[x]*?", "漢", "@", "\udcff"])
 def test_the_folder_may_have_any_name(tmp_path: Path, name: str) -> None:
     folder = make(tmp_path / f"{name}.work")
-    claim = take(folder)
-    folder.finish(claim, b"{}")
-    take(folder)
-    folder.take_back(ME)
-    assert folder.names("todo") == [f"{PIECES[1]}.1", f"{PIECES[2]}.0"]
+    folder.claim(PIECES[0])
+    folder.finish(PIECES[0], b"{}")
     assert list(folder.read_states()) == [ME]
     folder.remove()
+    for worker, is_left in ((f"{ME.rpartition('-')[0]}-1", False), (FAR, True)):
+        draft = tmp_path / f"{name}.work.draft-{worker}"
+        draft.mkdir()
+        (tmp_path / f"{name}.work.done-{worker}").mkdir()
+        folder.sweep()
+        assert draft.exists() == is_left, "that of another machine may be in the making"
+    draft.rmdir()
     assert list(tmp_path.iterdir()) == []
 
 
 def test_a_machine_with_hyphens_in_its_name(tmp_path: Path) -> None:
-    folder = WorkFolder(make(tmp_path / "x.work").path, ME, stale_seconds=0.0)
-    take(enter(folder.path, "gpu-a-1.cluster-7-99-1234"))
-    folder.take_back()
-    assert len(folder.names("claimed")) == 1
-    folder.take_back()
-    assert folder.names("claimed") == []
+    folder = enter(make(tmp_path / "x.work").path, ME, stale_seconds=0.0)
+    enter(folder.path, "gpu-a-1.cluster-7-99-1234").claim(PIECES[0])
+    assert take_over(folder) is None
+    assert take_over(folder) == PIECES[0]
+
+
+def plan(folder: Path) -> PreparationPlan:
+    """A plan of three units of 10 bytes."""
+    for name in "abc":
+        (folder / f"{name}.txt").write_bytes(b"123456789\n")
+    corpus = Corpus(inputs=(f"{folder}/*.txt",), output=str(folder / "x"), tokenizer="gpt2")
+    return plan_corpus(corpus, TokenizerRecord("gpt2", "f", 50257, 50256, "text"), 10)
 
 
 def test_progress_counts_no_byte_twice(tmp_path: Path) -> None:
-    folder = make(tmp_path / "x.work")
-    claim = take(folder)
-    folder.beat(WorkerState(piece=claim.piece, piece_bytes=10, started=time.time()))
-    folder.finish(claim, b"{}")
-    progress = read_progress(folder, [10, 10, 10])
+    folder, made = make(tmp_path / "x.work"), plan(tmp_path)
+    unit = made.stages[0][0]
+    folder.claim(unit)
+    folder.beat(WorkerState(piece=unit, piece_bytes=10, started=time.time()))
+    folder.finish(unit, b"{}")
+    progress = read_progress(folder, made)
     assert progress is not None
     assert (progress.done_bytes, progress.total_bytes, progress.units_done) == (10, 30, 1)
+    assert progress.workers[ME][0].piece == "unit-000000"
 
 
 def test_progress_adds_up_workers(tmp_path: Path) -> None:
-    folder = make(tmp_path / "x.work")
-    claim, started = take(folder), time.time() - 10
-    folder.finish(claim, b"{}")
-    folder.stop(take(folder), b"why")
+    folder, made, started = make(tmp_path / "x.work"), plan(tmp_path), time.time() - 10
+    units = made.stages[0]
+    folder.finish(units[0], b"{}")
+    folder.stop(units[1], b"why")
     state = WorkerState(piece_bytes=5, finished_bytes=10, documents=3, tokens=9, started=started)
     folder.beat(state)
     enter(folder.path, FAR).beat(WorkerState(piece_bytes=1, documents=2, started=started))
     dead = f"{ME.rsplit('-', 1)[0]}-1"
     enter(folder.path, dead).beat(WorkerState(piece_bytes=4, documents=1, started=started))
-    progress = read_progress(folder, [10, 10, 10])
+    progress = read_progress(folder, made)
     assert progress is not None
     assert (progress.done_bytes, progress.units_done, progress.units) == (16, 1, 3)
     assert (progress.documents, progress.tokens) == (6, 9)
-    assert progress.stopped == [PIECES[1]]
+    assert progress.stopped == ["unit-000001"]
     assert {name for name, (_, alive) in progress.workers.items() if alive} == {ME, FAR}
     assert progress.bytes_per_second == pytest.approx(1.6, rel=0.2)
     assert progress.seconds_left == pytest.approx(14 / 1.6, rel=0.2)

@@ -78,16 +78,15 @@ def empty_corpus(documents: int, steps: list[StepCount], places: list[str]) -> E
 
 
 def join_output(
-    plan: PreparationPlan, output: Output, units: list[FinishedUnit], scratch: Path
-) -> Sidecar:
-    """Merges the parts of an output into its token files and writes its record.
+    plan: PreparationPlan, output: Output, units: list[FinishedUnit], made: Path
+) -> None:
+    """Merges the parts of an output into token files with the prefix `made`, with their record.
 
     Raises:
         DataError: an input changed.
         MachineError: the disk is full or the folder cannot be written.
     """
     check_unchanged(plan.identity.sources[output.files.start : output.files.stop])
-    made = scratch / "joined"
     dtype = optimal_dtype(plan.tokenizer.vocabulary_size)
     totals = _Totals(plan)
     parts = [totals.add(unit) for unit in units]
@@ -119,15 +118,19 @@ def join_output(
         lost_bytes=result.lost_bytes or msgspec.UNSET,
     )
     save_sidecar(sidecar, made)
-    publish_files(made, Path(output.prefix), replaces_other=_is_of_another(plan, output))
-    return sidecar
 
 
-def _is_of_another(plan: PreparationPlan, output: Output) -> bool:
+def publish_output(plan: PreparationPlan, output: Output, made: Path) -> None:
+    """Gives the files of an output their final names.
+
+    Raises:
+        MachineError: the folder cannot be written.
+    """
     try:
-        return load_sidecar(output.prefix).recipe != plan.recipe
+        replaces_other = load_sidecar(output.prefix).recipe != plan.recipe
     except DataError:
-        return True
+        replaces_other = True
+    publish_files(made, Path(output.prefix), replaces_other=replaces_other)
 
 
 def find_stale(plan: PreparationPlan) -> list[Path]:

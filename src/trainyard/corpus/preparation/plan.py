@@ -4,9 +4,10 @@
     plan.outputs[0].prefix       # "data/web_text_document", or "data/web_00_text_document"
     plan.outputs[0].units        # range(0, 12): which units make it, in order
     plan.units[3]                # the segments of files that unit 3 reads
+    plan.stages                  # the names of all pieces: units, then comparisons, then joins
     plan.recipe                  # a checksum of everything that decides the token files' bytes
 
-Every process of a corpus computes the same plan, from one list of files (`lead.py`).
+Every process of a corpus computes the same plan.
 """
 
 from __future__ import annotations
@@ -24,9 +25,10 @@ import msgspec
 
 from trainyard import __version__
 from trainyard.config.corpus import Corpus, output_prefixes
+from trainyard.corpus.preparation.duplicates import compared_columns
 from trainyard.corpus.sources import Segment, scan_inputs, split_into_units
 from trainyard.corpus.sources.files import choose_unit_bytes
-from trainyard.data.sidecar import SourceRecord, TokenizerRecord
+from trainyard.data.sidecar import SourceRecord, TokenizerRecord, load_sidecar
 from trainyard.errors import DataError, printable
 
 
@@ -119,15 +121,49 @@ class PreparationPlan:
     units: list[list[Segment]]
     outputs: list[Output]
 
-    @property
+    @cached_property
+    def text(self) -> bytes:
+        """The identity as the work folder keeps it."""
+        return msgspec.json.encode(self.identity)
+
+    @cached_property
     def recipe(self) -> str:
         """A checksum of the identity, to be compared by."""
-        return hashlib.sha256(msgspec.json.encode(self.identity)).hexdigest()
+        return hashlib.sha256(self.text).hexdigest()
 
-    @property
+    @cached_property
     def unit_bytes(self) -> list[int]:
         """Bytes of input of each unit."""
         return [sum(part.end - part.start for part in unit) for unit in self.units]
+
+    @cached_property
+    def comparisons(self) -> list[tuple[int, list[int]]]:
+        """What repeats are found by: the number of a comparing step, and columns of its keys."""
+        steps = enumerate(self.corpus.comparing_steps)
+        return [(number, columns) for number, step in steps for columns in compared_columns(step)]
+
+    @cached_property
+    def stages(self) -> tuple[list[str], list[str], list[str]]:
+        """Names the pieces of work: units, comparisons, joins; each stage needs the one before.
+
+        A unit is named after the bytes that it reads, so its result is valid for any plan that has
+        the name; the other pieces depend on the whole recipe.
+        """
+        end = self.recipe[:8]
+        return (
+            [f"unit-{self._unit_inputs(number)[:16]}" for number in range(len(self.units))],
+            [f"compare-{number:03d}-{end}" for number in range(len(self.comparisons))],
+            [f"join-{number:05d}-{end}" for number in range(len(self.outputs))],
+        )
+
+    @cached_property
+    def numbers(self) -> dict[str, int]:
+        """The number of each piece in its stage."""
+        return {piece: number for stage in self.stages for number, piece in enumerate(stage)}
+
+    def label(self, piece: str) -> str:
+        """Names a piece for people: by its number."""
+        return f"{piece.partition('-')[0]}-{self.numbers[piece]:06d}"
 
     @cached_property
     def _sources(self) -> dict[str, SourceRecord]:
@@ -138,10 +174,23 @@ class PreparationPlan:
         paths = dict.fromkeys(part.path.as_posix() for part in self.units[number])
         return [self._sources[path] for path in paths]
 
-    def unit_inputs(self, number: int) -> str:
+    def _unit_inputs(self, number: int) -> str:
         """A checksum of what a unit reads: parts of files, with their sizes and times of change."""
         spans = [(part.start, part.end) for part in self.units[number]]
         return hashlib.sha256(msgspec.json.encode((spans, self.unit_sources(number)))).hexdigest()
+
+    def is_prepared(self) -> bool:
+        """Returns whether every output exists and was made from this plan."""
+        return all(map(self.is_made, self.outputs))
+
+    def is_made(self, output: Output) -> bool:
+        """Returns whether an output exists and was made from this plan."""
+        try:
+            sidecar = load_sidecar(output.prefix)
+            sidecar.check_sizes(output.prefix)
+        except DataError:
+            return False
+        return sidecar.recipe == self.recipe
 
 
 def list_sources(corpus: Corpus) -> tuple[list[SourceRecord], Counter[str]]:

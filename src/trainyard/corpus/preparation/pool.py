@@ -12,14 +12,13 @@ import signal
 import traceback
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 
 from trainyard.corpus.preparation.plan import PreparationPlan
 from trainyard.corpus.preparation.work_folder import MAX_ATTEMPTS, WorkFolder, name_process
-from trainyard.corpus.preparation.worker import CorpusWorker, is_prepared
+from trainyard.corpus.preparation.worker import CorpusWorker
 from trainyard.data.tokenizer import Tokenizer
 from trainyard.data.vocabulary import Vocabulary
 from trainyard.errors import MachineError, UserError
@@ -27,20 +26,6 @@ from trainyard.launch.environment import hide_secrets
 from trainyard.log import build_logger
 
 _PROGRESS_SECONDS = 0.5
-
-
-@dataclass(frozen=True)
-class _Crash:
-    """A bug in a worker, with its traceback."""
-
-    trace: str
-
-
-@dataclass(frozen=True)
-class _Child:
-    process: BaseProcess
-    connection: Connection
-    name: str
 
 
 def work_in_processes(
@@ -57,94 +42,66 @@ def work_in_processes(
     Raises:
         UserError: what a worker raised, or that workers keep dying.
     """
-    children = [_start(plan, vocabulary, folder.path, quarantine) for _ in range(workers)]
-    deaths = _Deaths(folder, workers * MAX_ATTEMPTS)
+
+    def start() -> tuple[Connection, BaseProcess]:
+        # Spawned, because a forked copy of a process with threads can hang.
+        context = multiprocessing.get_context("spawn")
+        ours, theirs = context.Pipe(duplex=False)
+        arguments = (theirs, plan, vocabulary, folder.path, quarantine)
+        process = context.Process(target=_work, args=arguments, daemon=True)
+        process.start()
+        theirs.close()
+        return ours, process
+
+    children = dict(start() for _ in range(workers))
+    n_deaths, n_done = 0, -1  # in a row, without a finished piece in between
     try:
         while children:
-            # A message may be too long for a pipe; its sender waits until it is read.
-            waiting = [child.process.sentinel for child in children]
-            waiting += [child.connection for child in children]  # type: ignore[misc]
-            wait(waiting, timeout=_PROGRESS_SECONDS)
+            wait([*children], timeout=_PROGRESS_SECONDS)
             on_beat()
-            for child in list(children):
-                if child.connection.poll() or not child.process.is_alive():
-                    _raise_what_it_raised(child)
-                    children.remove(child)
-                    if _was_killed(child) and not is_prepared(plan):
-                        deaths.add(child.name)
-                        children.append(_start(plan, vocabulary, folder.path, quarantine))
+            # A connection can be read when its worker has raised or ended.
+            for connection in [connection for connection in children if connection.poll()]:
+                _raise_what_it_raised(connection)
+                if not _was_killed(children.pop(connection)) or plan.is_prepared():
+                    continue
+                with suppress(FileNotFoundError):
+                    n_deaths, before = n_deaths + 1, n_done
+                    n_done = len(folder.list("done"))
+                    n_deaths = n_deaths if n_done == before else 1
+                if n_deaths > workers * MAX_ATTEMPTS:
+                    raise MachineError(
+                        f"{n_deaths} workers died in a row without finishing any work",
+                        "out of memory is the usual reason: use fewer workers; then run the same "
+                        "command again",
+                    )
+                children.update([start()])
     finally:
-        for child in children:
-            child.process.terminate()
-            child.process.join()
-            child.connection.close()
-            with suppress(FileNotFoundError):
-                folder.take_back(child.name, count=False)
+        for process in children.values():
+            process.terminate()
+            process.join()
+        with suppress(FileNotFoundError):
+            folder.release_dead()
 
 
-class _Deaths:
-    """Counts workers that died since a piece was last finished."""
-
-    def __init__(self, folder: WorkFolder, most: int) -> None:
-        self._folder = folder
-        self._most = most
-        self._deaths = 0
-        self._n_done = -1
-
-    def add(self, worker: str) -> None:
-        """Puts the worker's piece back.
-
-        Raises:
-            MachineError: the piece, or the work in all, ended too many workers.
-        """
+def _raise_what_it_raised(connection: Connection) -> None:
+    with connection:
         try:
-            n_done = len(self._folder.names("done"))
-            self._folder.take_back(worker)
-        except FileNotFoundError:
+            message = connection.recv()
+        except (EOFError, ConnectionResetError):
             return
-        self._deaths = 1 if n_done != self._n_done else self._deaths + 1
-        self._n_done = n_done
-        if self._deaths > self._most:
-            raise MachineError(
-                f"{self._deaths} workers died in a row without finishing any work",
-                "out of memory is the usual reason: use fewer workers; then run the same command "
-                "again",
-            )
-
-
-def _start(plan: PreparationPlan, vocabulary: Vocabulary, path: Path, quarantine: bool) -> _Child:
-    # Spawned, because a forked copy of a process with threads can hang.
-    context = multiprocessing.get_context("spawn")
-    ours, theirs = context.Pipe()
-    process = context.Process(
-        target=_work, args=(theirs, plan, vocabulary, path, quarantine), daemon=True
-    )
-    process.start()
-    theirs.close()
-    assert process.pid is not None
-    return _Child(process, ours, name_process(process.pid))
-
-
-def _raise_what_it_raised(child: _Child) -> None:
-    message = None
-    with suppress(EOFError, ConnectionResetError):
-        if child.connection.poll():
-            message = child.connection.recv()
     if isinstance(message, UserError):
         raise message
-    if isinstance(message, _Crash):
-        raise RuntimeError(f"a worker failed:\n{message.trace}")
+    raise RuntimeError(f"a worker failed:\n{message}")
 
 
-def _was_killed(child: _Child) -> bool:
+def _was_killed(process: BaseProcess) -> bool:
     """Waits for a worker that has ended, and tells whether it was killed.
 
     Raises:
         MachineError: it ended by itself and said nothing.
     """
-    child.process.join()
-    child.connection.close()
-    code = child.process.exitcode or 0
+    process.join()
+    code = process.exitcode or 0
     if code > 0:
         raise MachineError(
             f"a worker ended with exit code {code} before it started",
@@ -173,4 +130,4 @@ def _work(
     except UserError as error:
         connection.send(error)
     except Exception:
-        connection.send(_Crash(traceback.format_exc()))
+        connection.send(traceback.format_exc())

@@ -22,10 +22,11 @@ from __future__ import annotations
 import math
 import os
 import shutil
+import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import suppress
-from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import Literal
 
@@ -33,7 +34,6 @@ import msgspec
 
 from trainyard.config.corpus import Corpus
 from trainyard.corpus.preparation.join import EmptyCorpusError, empty_corpus, find_stale
-from trainyard.corpus.preparation.lead import Lead, name_inputs
 from trainyard.corpus.preparation.plan import (
     Identity,
     Output,
@@ -42,18 +42,16 @@ from trainyard.corpus.preparation.plan import (
     plan_corpus,
 )
 from trainyard.corpus.preparation.pool import work_in_processes
-from trainyard.corpus.preparation.progress import Progress, ProgressReader, read_progress
 from trainyard.corpus.preparation.steps import apply_steps
 from trainyard.corpus.preparation.train_tokenizer import train_tokenizer
 from trainyard.corpus.preparation.unit import PLACES_PER_KIND, Place, UnitResult, count_reading
-from trainyard.corpus.preparation.work_folder import WorkFolder, name_process
-from trainyard.corpus.preparation.worker import (
-    CorpusWorker,
-    is_prepared,
-    piece_names,
-    read_result,
-    unit_name,
+from trainyard.corpus.preparation.work_folder import (
+    Progress,
+    WorkFolder,
+    name_process,
+    read_progress,
 )
+from trainyard.corpus.preparation.worker import CorpusWorker
 from trainyard.corpus.sources import Segment, find_files, read_documents
 from trainyard.corpus.sources.files import format_of
 from trainyard.data.sidecar import Sidecar, StepCount, TokenizerRecord, load_sidecar
@@ -66,6 +64,8 @@ from trainyard.units import format_bytes
 OnError = Literal["stop", "quarantine"]
 _MOST_BYTES_TO_TRAIN_ON = 1 << 30
 _LEAST_VOCABULARY = 320
+STATES_PER_SECOND = 2
+"""How many workers' states a process reads for its progress, on average."""
 
 
 def prepare(
@@ -87,32 +87,27 @@ def prepare(
         overwrite: replace token files, and unfinished work, that were made otherwise.
         unit_bytes: how much input a worker takes at a time; None: chosen from the inputs.
         on_progress: called every few seconds with the progress of all workers.
-        on_skipped: called with the input files that are not read, if this process lists them.
+        on_skipped: called with the input files that are not read.
 
     Raises:
         DataError: an input, a document or the tokenizer is wrong, or the output exists.
         MachineError: the disk is full or cannot be written, or workers keep dying.
     """
     vocabulary = load_vocabulary(corpus.tokenizer)
-    tokenizer = _record_tokenizer(corpus, vocabulary)
+    tokenizer = record_tokenizer(corpus, vocabulary)
     folder = WorkFolder(work_path(corpus), name_process(os.getpid()))
     folder.sweep()
-    lead = Lead(folder)
-    with lead.share_list(corpus.inputs) as sources:
-        if sources is None:
-            sources, skipped = list_sources(corpus)
-            if on_skipped is not None:
-                on_skipped(skipped)
-        plan = plan_corpus(corpus, tokenizer, unit_bytes, sources)
-        if not overwrite and not folder.path.exists() and is_prepared(plan):
-            return _load_results(plan, on_error)
+    sources, skipped = list_sources(corpus)
+    if on_skipped is not None:
+        on_skipped(skipped)
+    plan = plan_corpus(corpus, tokenizer, unit_bytes, sources)
+    if overwrite or folder.path.exists() or not plan.is_prepared():
         _check_output(plan, overwrite)
         stale = find_stale(plan)
         _enter(folder, plan, overwrite)
-        lead.say_ready()
         _work(plan, vocabulary, folder, workers, on_progress, quarantine=on_error == "quarantine")
-    for path in stale:
-        path.unlink(missing_ok=True)
+        for path in stale:
+            path.unlink(missing_ok=True)
     return _load_results(plan, on_error)
 
 
@@ -125,10 +120,15 @@ def _work(
     *,
     quarantine: bool,
 ) -> None:
-    reader = ProgressReader(folder, plan.unit_bytes)
+    next_progress = float("-inf")
 
     def on_beat() -> None:
-        if on_progress is not None and (progress := reader.read()):
+        nonlocal next_progress
+        if on_progress is None or time.monotonic() < next_progress:
+            return
+        if progress := read_progress(folder, plan):
+            # So that what it costs does not grow with the workers.
+            next_progress = time.monotonic() + len(progress.workers) / STATES_PER_SECOND
             on_progress(progress)
 
     n_workers = max(1, min(workers, len(plan.units)))
@@ -165,11 +165,11 @@ def read_status(corpus: Corpus) -> Progress | None:
     if begun is None:
         return None
     plan = plan_corpus(
-        corpus, _record_tokenizer(corpus, load_vocabulary(corpus.tokenizer)), begun.unit_bytes
+        corpus, record_tokenizer(corpus, load_vocabulary(corpus.tokenizer)), begun.unit_bytes
     )
     hint = "use the command that started it"
     plan.identity.check_equal(begun, f"{folder.path} was begun", hint)
-    return read_progress(folder, plan.unit_bytes)
+    return read_progress(folder, plan)
 
 
 def work_path(corpus: Corpus) -> Path:
@@ -227,8 +227,8 @@ def train_on_inputs(
     path = folder / "tokenizer.json"
     is_there = path.exists() and not overwrite
     if is_there:
-        plan = plan_corpus(corpus, _record_tokenizer(corpus, load_vocabulary(corpus.tokenizer)))
-        if work_path(corpus).exists() or is_prepared(plan):
+        plan = plan_corpus(corpus, record_tokenizer(corpus, load_vocabulary(corpus.tokenizer)))
+        if work_path(corpus).exists() or plan.is_prepared():
             return
     own = folder.with_name(f"{folder.name}.{name_process(os.getpid())}")
     try:
@@ -268,7 +268,8 @@ def _read_texts(corpus: Corpus, on_error: OnError) -> Iterator[str]:
         raise empty_corpus(result.documents, [*result.steps, *counts], places)
 
 
-def _record_tokenizer(corpus: Corpus, vocabulary: Vocabulary) -> TokenizerRecord:
+def record_tokenizer(corpus: Corpus, vocabulary: Vocabulary) -> TokenizerRecord:
+    """Describes the tokenizer of a corpus."""
     return TokenizerRecord(
         name=tokenizer_name(corpus.tokenizer),
         fingerprint=vocabulary.fingerprint,
@@ -280,21 +281,19 @@ def _record_tokenizer(corpus: Corpus, vocabulary: Vocabulary) -> TokenizerRecord
 
 def _enter(folder: WorkFolder, plan: PreparationPlan, overwrite: bool) -> None:
     """Makes the work folder, or takes up the one that is there if it is of the same work."""
-    inputs = {"inputs": name_inputs(plan.corpus.inputs)}
-    text = msgspec.json.encode(msgspec.structs.asdict(plan.identity) | inputs).decode()
-    folder.wait_for_renewal()
     if not folder.path.exists():
-        folder.create(folder.path, text, piece_names(plan), folder.worker)
+        folder.create(plan.text)
     try:
         begun = _read_identity(folder)
         if begun is None:
             return  # finished by somebody else just now
         if not overwrite and plan.identity.differs_in_contents(begun):
-            folder.renew(text, piece_names(plan), partial(_find_unchanged, plan))
-            _enter(folder, plan, overwrite)
-            return
-        hint = "pass --overwrite to start over and discard the other work"
-        plan.identity.check_equal(begun, f"{folder.path} was begun", hint)
+            n_done = folder.replace_plan(plan.text, [*chain(*plan.stages)])
+            message = "inputs changed since the work started: keeping %d of %d units"
+            build_logger().warning(message, n_done, len(plan.units))
+        else:
+            hint = "pass --overwrite to start over and discard the other work"
+            plan.identity.check_equal(begun, f"{folder.path} was begun", hint)
     except DataError:
         if not overwrite:
             raise
@@ -302,24 +301,7 @@ def _enter(folder: WorkFolder, plan: PreparationPlan, overwrite: bool) -> None:
         _enter(folder, plan, overwrite)
         return
     with suppress(FileNotFoundError):
-        folder.find_lost(piece_names(plan))
-        folder.retry_stopped()
-        folder.take_back(count=False)
-        folder.forgive()
-
-
-def _find_unchanged(plan: PreparationPlan, done: Path) -> dict[str, str]:
-    """Maps the names of finished units whose files did not change to those of the plan."""
-    numbers = {plan.unit_inputs(number): number for number in range(len(plan.units))}
-    kept = {}
-    for path in done.iterdir():
-        with suppress(DataError):  # damaged: not kept
-            inputs = read_result(path).inputs
-            if inputs in numbers:
-                kept[path.name] = unit_name(numbers[inputs])
-    message = "inputs changed since the work started: keeping %d of %d units"
-    build_logger().warning(message, len(kept), len(plan.units))
-    return kept
+        folder.clear()
 
 
 def _read_identity(folder: WorkFolder) -> Identity | None:
@@ -344,7 +326,7 @@ def _check_output(plan: PreparationPlan, overwrite: bool) -> None:
                 "write outside it, or the next run would read this one's output",
             )
     make_output_folder(plan.corpus)
-    if not overwrite and not work_path(plan.corpus).exists() and not is_prepared(plan):
+    if not overwrite and not work_path(plan.corpus).exists() and not plan.is_prepared():
         for output in plan.outputs:
             _check_absent(plan, output)
     if not plan.corpus.steps and not work_path(plan.corpus).exists():

@@ -1,50 +1,47 @@
 """A work queue in a folder, for any number of processes on any number of machines.
 
-It only needs `rename` from the file system: a process claims a piece by renaming its file, and only
-one process can succeed.
-
     web_text_document.work/
-        plan.json                        the work; rejected if it does not match the request
-        todo/unit-000003.0               unclaimed; started 0 times before
-        claimed/unit-000002.0@n1-77-12   process 77 of machine n1 works on it
-        done/unit-000001                 its result: counts and checksums, sealed; written last
-        parts/unit-000001.bin            its output
-        stopped/unit-000000              a document in it cannot be read; the reason
-        scratch/n1-77-12/                what that process is writing
-        workers/n1-77-12                 its progress; rewritten every few seconds
+        plan.json               what the work is; rejected if it does not match the request
+        claims/unit-3f2a..      the name of the process that works on the piece, such as n1-77-12
+        done/unit-8c01..        the piece's result: counts and checksums, sealed; written last
+        parts/unit-8c01...bin   its output
+        stopped/unit-77de..     a document in it cannot be read; the reason
+        deaths/unit-3f2a..@..   a process that died while it worked on the piece
+        scratch/n1-77-12/       what that process is writing
+        workers/n1-77-12        its progress; rewritten every few seconds
 
-A process that dies leaves a claim behind. Idle processes take over claims of dead owners (on this
-machine: the process is gone; elsewhere: its file in `workers` has not changed for a minute, by the
-observer's clock). If the owner was only slow, the piece is done twice: both write the same bytes,
-each in its own folder, and a rename replaces equal by equal.
+A piece is done when it has a result, and only then: a result is renamed into place after its parts.
+Whoever makes a piece makes the same bytes, in a folder of its own, so two processes that make the
+same one replace equal by equal. Claims therefore only save work, and may get lost. A claim is a
+file that can be created only once. Idle processes take over claims of dead owners: on this machine,
+the process is gone; elsewhere, its file in `workers` has not changed for a minute, by the
+observer's clock.
 """
 
 from __future__ import annotations
 
 import glob
 import os
+import random
 import shutil
 import socket
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from itertools import chain
 from pathlib import Path
 
 import msgspec
 
+from trainyard.corpus.preparation.plan import PreparationPlan
 from trainyard.errors import SPACE, MachineError
-from trainyard.files import explain_disk_errors, publish_text
+from trainyard.files import publish_text
 
 MAX_ATTEMPTS = 3
 STALE_SECONDS = 60.0
-_LOOKS = 12
-"""How often, before it counts as dead, a silent process of another machine is looked at."""
-_WATCHED = 16
-"""Claims of other machines that a process watches; others watch the rest."""
-_RENEWAL_SECONDS = 0.2
-_FOLDERS = ("todo", "claimed", "done", "parts", "stopped", "scratch", "workers")
+_WATCHED = 4
+"""Claims that an idle process looks at together; others look at others."""
+_FOLDERS = ("claims", "done", "parts", "stopped", "deaths", "scratch", "workers")
 
 
 class WorkerState(msgspec.Struct, kw_only=True):
@@ -58,15 +55,6 @@ class WorkerState(msgspec.Struct, kw_only=True):
     started: float = 0.0
     heard: float = 0.0
     beat: int = 0
-
-
-@dataclass(frozen=True)
-class Claim:
-    """A piece of work that this process has taken."""
-
-    piece: str
-    attempt: int
-    path: Path
 
 
 def name_process(pid: int) -> str:
@@ -104,9 +92,10 @@ def _start_of(pid: int) -> str:
 
 def is_running(worker: str) -> bool | None:
     """Returns whether a process of this machine is alive; None if it is on another machine."""
-    machine, pid, start = worker.rsplit("-", 2)
+    machine, *process = worker.rsplit("-", 2)
     if machine != _machine():
         return None
+    pid, start = process
     return start != "gone" and _start_of(int(pid)) == start
 
 
@@ -120,92 +109,84 @@ class WorkFolder:
         self.scratch = path / "scratch" / worker
         self._stale_seconds = stale_seconds
         self._before: frozenset[str] = frozenset()
-        # By process: what it said last, when that changed, when it was looked at.
-        self._seen: dict[str, tuple[bytes | None, float, float]] = {}
+        # By process: what it wrote last, and when that was first seen.
+        self._seen: dict[str, tuple[bytes, float]] = {}
 
-    @staticmethod
-    def create(path: Path, plan: str, pieces: list[str], worker: str) -> None:
-        """Creates the folder with all its pieces atomically, unless another process was first.
+    def create(self, plan: bytes) -> None:
+        """Creates the folder atomically, unless another process was first.
 
         Raises:
             MachineError: the disk is full or the folder cannot be written.
         """
-        draft = path.with_name(f"{path.name}.draft-{worker}")
+        draft = self.path.with_name(f"{self.path.name}.draft-{self.worker}")
         try:
             for name in _FOLDERS:
                 (draft / name).mkdir(parents=True)
-            for piece in pieces:
-                (draft / "todo" / f"{piece}.0").touch()
-            publish_text(draft / "plan.json", plan)
-            draft.rename(path)
+            publish_text(draft / "plan.json", plan.decode())
+            draft.rename(self.path)
         except OSError as error:
-            if not path.exists():
+            if not self.path.exists():
                 hint = f"{SPACE}, or write to another folder"
-                raise MachineError(f"{path} cannot be made: {error.strerror}", hint) from error
+                raise MachineError(f"{self.path} cannot be made: {error.strerror}", hint) from error
         finally:
             shutil.rmtree(draft, ignore_errors=True)
 
-    def renew(
-        self,
-        plan: str,
-        pieces: list[str],
-        find_kept: Callable[[Path], dict[str, str]],
-    ) -> None:
-        """Switches the folder to another plan, and keeps finished pieces.
-
-        Meanwhile it has another name, so that processes of the old plan lose it and those of the
-        new one wait for it.
-
-        Args:
-            plan: the text to create it with; if it has it already, another process was faster.
-            pieces: all pieces of the new plan.
-            find_kept: takes the folder of results; maps the pieces to keep to their new names.
-
-        Raises:
-            MachineError: the disk is full or the folder cannot be written.
-        """
-        draft = self.path.with_name(f"{self.path.name}.renew-{self.worker}")
-        old = draft / "old"
-        try:
-            if self.read_plan() == plan.encode():
-                return
-            self.path.rename(draft)
-        except FileNotFoundError:
-            return
-        with explain_disk_errors(draft):
-            old.mkdir()
-            for name in _FOLDERS:
-                (draft / name).rename(old / name)
-                (draft / name).mkdir()
-            kept = find_kept(old / "done")
-            for path in [*(old / "parts").iterdir(), *(old / "done").iterdir()]:
-                piece, dot, rest = path.name.partition(".")
-                if piece in kept:
-                    path.rename(draft / path.parent.name / f"{kept[piece]}{dot}{rest}")
-            for piece in set(pieces).difference(kept.values()):
-                (draft / "todo" / f"{piece}.0").touch()
-            publish_text(draft / "plan.json", plan)
-            shutil.rmtree(old)
-            draft.rename(self.path)
-
-    def wait_for_renewal(self) -> None:
-        """Waits as long as another process renews the folder."""
-        pattern = f"{glob.escape(self.path.name)}.renew-*"
-        while any(
-            self._is_alive(left.name.removeprefix(f"{self.path.name}.renew-"))
-            for left in self.path.parent.glob(pattern)
-        ):
-            time.sleep(_RENEWAL_SECONDS)
-
     def read_plan(self) -> bytes:
-        """Returns the text that the folder was created with; FileNotFoundError without a folder."""
+        """Returns the plan; FileNotFoundError without a folder."""
         return (self.path / "plan.json").read_bytes()
+
+    def replace_plan(self, plan: bytes, pieces: Sequence[str]) -> int:
+        """Switches to another plan with these pieces; removes the results of all others.
+
+        Returns:
+            how many of the pieces are done.
+        """
+        draft = self.path / f"plan.json-{self.worker}"
+        publish_text(draft, plan.decode())
+        draft.rename(self.path / "plan.json")
+        kept = set(pieces)
+        for folder in ("done", "parts"):
+            for name in self.list(folder):
+                if name.partition(".")[0] not in kept:
+                    (self.path / folder / name).unlink(missing_ok=True)
+        return len(kept.intersection(self.list("done")))
+
+    def clear(self) -> None:
+        """Forgets the faults and deaths of earlier commands, and releases what they claimed."""
+        for folder in _FOLDERS:  # one may be lost after a crash
+            (self.path / folder).mkdir(exist_ok=True)
+        for folder in ("stopped", "deaths"):
+            for name in self.list(folder):
+                (self.path / folder / name).unlink(missing_ok=True)
+        self.release_dead()
+
+    def release_dead(self) -> None:
+        """Removes the claims and scratch folders of dead processes of this machine."""
+        for piece in self.list("claims"):
+            with suppress(FileNotFoundError):
+                if is_running((self.path / "claims" / piece).read_text()) is False:
+                    self.release(piece)
+        for worker in self.list("scratch"):
+            if is_running(worker) is False:
+                shutil.rmtree(self.path / "scratch" / worker, ignore_errors=True)
 
     def join(self) -> None:
         """Announces this process; to be called before it claims."""
         self.scratch.mkdir(exist_ok=True)
         self.beat(WorkerState(started=time.time()))
-        self._before = frozenset(self.names("done"))
+        self._before = frozenset(self.list("done"))
+
+    def leave(self) -> None:
+        """Removes this process's scratch folder, if it still exists."""
+        shutil.rmtree(self.scratch, ignore_errors=True)
+
+    def is_joined(self) -> bool:
+        """Returns whether this is still the folder that this process joined."""
+        return (self.path / "workers" / self.worker).exists()
+
+    def list(self, folder: str) -> list[str]:
+        """Lists the files in one of the folders, sorted; what begins with a dot is not ours."""
+        return sorted(name for name in os.listdir(self.path / folder) if name[0] != ".")  # noqa: PTH208 (59,000 names)
 
     def is_done(self, piece: str) -> bool:
         """Returns whether a piece is finished."""
@@ -216,135 +197,91 @@ class WorkFolder:
         return piece in self._before or not self.is_done(piece)
 
     def redo(self, piece: str) -> None:
-        """Puts a finished piece back, unless another process did."""
-        with suppress(FileNotFoundError):
-            (self.path / "done" / piece).rename(self.path / "todo" / f"{piece}.0")
+        """Makes a finished piece unfinished again."""
+        (self.path / "done" / piece).unlink(missing_ok=True)
 
-    def is_joined(self) -> bool:
-        """Returns whether this is still the folder that this process joined."""
-        return (self.path / "workers" / self.worker).exists()
+    def claim(self, piece: str) -> bool:
+        """Claims a piece; False if another process was faster."""
+        path = self.path / "claims" / piece
+        try:
+            file = path.open("x")
+        except FileExistsError:
+            return False
+        try:
+            with file:
+                file.write(self.worker)
+        except OSError:
+            path.unlink(missing_ok=True)
+            raise
+        if self.is_done(piece):  # since this process looked
+            self.release(piece)
+            return False
+        return True
 
-    def leave(self) -> None:
-        """Removes this process's scratch folder, if it still exists."""
-        shutil.rmtree(self.scratch, ignore_errors=True)
-
-    def names(self, folder: str) -> list[str]:
-        """Lists the files in one of the folders, sorted; what begins with a dot is not ours."""
-        return sorted(name for name in os.listdir(self.path / folder) if name[0] != ".")  # noqa: PTH208 (59,000 names)
-
-    def claim(self, name: str) -> Claim | None:
-        """Claims an entry of `todo`; None if another process was faster."""
-        piece, _, attempt = name.rpartition(".")
-        mine = self.path / "claimed" / f"{name}@{self.worker}"
-        with suppress(FileNotFoundError):
-            (self.path / "todo" / name).rename(mine)
-            return Claim(piece, int(attempt), mine)
-        if not self.path.exists():
-            raise FileNotFoundError(self.path)
-        return None
-
-    def finish(self, claim: Claim, result: bytes) -> None:
-        """Records that a piece is done, after its files have their final names."""
-        publish_text(self._unique("done", claim.piece), result.decode())
-        self._unique("done", claim.piece).rename(self.path / "done" / claim.piece)
-        claim.path.unlink(missing_ok=True)
-
-    def stop(self, claim: Claim, reason: bytes) -> None:
-        """Records that a piece cannot be done, and why."""
-        publish_text(self._unique("stopped", claim.piece), reason.decode())
-        self._unique("stopped", claim.piece).rename(self.path / "stopped" / claim.piece)
-        claim.path.unlink(missing_ok=True)
-
-    def _unique(self, folder: str, piece: str) -> Path:
-        return self.scratch / f"{folder}-{piece}"
-
-    def release(self, claim: Claim) -> None:
-        """Returns a piece that was not finished through no fault of its own."""
-        with suppress(OSError):
-            claim.path.rename(self.path / "todo" / f"{claim.piece}.{claim.attempt}")
-
-    def retry_stopped(self) -> None:
-        """Puts every piece that stopped back, for a new attempt by hand."""
-        for piece in self.names("stopped"):
-            (self.path / "todo" / f"{piece}.0").touch()
-            (self.path / "stopped" / piece).unlink(missing_ok=True)
-
-    def find_lost(self, pieces: list[str]) -> None:
-        """Puts pieces back that a crash of the file system left nowhere."""
-        # In the order in which a piece moves, so that it is met at least once.
-        names = [self.names(folder) for folder in ("todo", "claimed", "done", "stopped")]
-        known = {name.partition("@")[0].partition(".")[0] for name in chain(*names)}
-        for piece in set(pieces) - known:
-            (self.path / "todo" / f"{piece}.0").touch()
-
-    def forgive(self) -> None:
-        """Forgets earlier attempts, for a new attempt by hand."""
-        for name in self.names("todo"):
-            piece, _, attempt = name.rpartition(".")
-            if attempt != "0":
-                with suppress(FileNotFoundError):
-                    (self.path / "todo" / name).rename(self.path / "todo" / f"{piece}.0")
-
-    def take_back(self, worker: str | None = None, *, count: bool = True) -> None:
-        """Puts the claims of a worker back, or of all that are dead.
-
-        Args:
-            worker: whose; None: of all that are dead.
-            count: whether this was an attempt that failed.
+    def take_over(self, claimed: Sequence[str], label: Callable[[str], str]) -> str | None:
+        """Claims one of these pieces if its owner is dead; `label` names a piece for people.
 
         Raises:
             MachineError: a piece ended as many workers as it may.
         """
-        claims = self.names("claimed")
-        for name in claims if worker is not None else self._watched(claims):
-            claimed, _, owner = name.rpartition("@")
-            if worker != owner and (worker is not None or self._is_alive(owner)):
-                continue
-            piece, _, attempt = claimed.rpartition(".")
-            path = self.path / "claimed" / name
-            if worker is not None or owner.startswith(f"{_machine()}-"):  # dead for certain
-                # Half-written parts take space, which may be just what is lacking.
-                shutil.rmtree(self.path / "scratch" / owner, ignore_errors=True)
-            if (self.path / "done" / piece).exists():
-                path.unlink(missing_ok=True)
-                continue
+        for piece in random.sample(claimed, min(len(claimed), _WATCHED)):
+            path = self.path / "claims" / piece
             try:
-                path.rename(self.path / "todo" / f"{piece}.{int(attempt) + count}")
-            except FileNotFoundError:  # finished, or taken back by another, just now
+                owner = path.read_text() or piece  # empty: it is being written, or was lost
+            except FileNotFoundError:  # finished just now
                 continue
-            if int(attempt) + count >= MAX_ATTEMPTS:
+            if self._is_alive(owner):
+                continue
+            (self.path / "deaths" / f"{piece}@{owner}").touch()
+            if sum(name.startswith(f"{piece}@") for name in self.list("deaths")) >= MAX_ATTEMPTS:
                 raise MachineError(
-                    f"{MAX_ATTEMPTS} workers died at {piece}, the last one {owner}",
+                    f"{MAX_ATTEMPTS} workers died at {label(piece)}, the last one {owner}",
                     "out of memory is the usual reason: use fewer workers; then run the same "
                     "command again",
                 )
+            path.unlink(missing_ok=True)
+            if is_running(owner) is False:
+                # Half-written parts take space, which may be just what is lacking.
+                shutil.rmtree(self.path / "scratch" / owner, ignore_errors=True)
+            if self.claim(piece):
+                return piece
+        return None
 
-    def _watched(self, claims: list[str]) -> list[str]:
-        """Chooses claims to watch: all of this machine, and a few of others, the same each time."""
+    def finish(self, piece: str, result: bytes) -> None:
+        """Records that a piece is done, after its files have their final names."""
+        self._record("done", piece, result)
 
-        def place(name: str) -> int:
-            return -1 if f"@{_machine()}-" in name else hash((self.worker, name)) % 2**32
+    def stop(self, piece: str, reason: bytes) -> None:
+        """Records that a piece cannot be done, and why."""
+        self._record("stopped", piece, reason)
 
-        n_own = sum(place(name) < 0 for name in claims)
-        return sorted(claims, key=place)[: n_own + _WATCHED]
+    def _record(self, folder: str, piece: str, content: bytes) -> None:
+        draft = self.scratch / f"{folder}-{piece}"
+        publish_text(draft, content.decode())
+        draft.rename(self.path / folder / piece)
+        self.release(piece)
 
-    def _is_alive(self, worker: str, beat: bytes | None = None) -> bool:
-        """Returns whether a process is alive; `beat` is its heartbeat, if read just now."""
+    def release(self, piece: str) -> None:
+        """Gives a claim back."""
+        with suppress(OSError):
+            (self.path / "claims" / piece).unlink()
+
+    def _is_alive(self, worker: str, written: bytes | None = None) -> bool:
+        """Returns whether a process is alive; `written` is its state, if read just now."""
         runs = is_running(worker)
         if runs is not None:
             return runs
-        now = time.monotonic()
-        last, since, looked = self._seen.get(worker, (None, now, float("-inf")))
-        if beat is None:
-            if now - looked < self._stale_seconds / _LOOKS:
-                return True
+        if written is None:
             try:
-                beat = (self.path / "workers" / worker).read_bytes()
-            except FileNotFoundError:
-                beat = b""
-        since = since if beat == last else now
-        self._seen[worker] = (beat, since, now)
-        return beat != last or now - since < self._stale_seconds
+                written = (self.path / "workers" / worker).read_bytes()
+            except OSError:  # its name is not written yet, or its state was lost
+                written = b""
+        now = time.monotonic()
+        last, since = self._seen.get(worker, (None, now))
+        if written != last:
+            self._seen[worker] = (written, now)
+            return True
+        return now - since < self._stale_seconds
 
     def beat(self, state: WorkerState) -> None:
         """Writes this process's progress."""
@@ -355,15 +292,13 @@ class WorkFolder:
         draft.rename(self.path / "workers" / self.worker)
 
     def read_states(self) -> dict[str, tuple[WorkerState, bool]]:
-        """Reads what every process said last, and whether it is alive as far as can be seen."""
+        """Reads what every process wrote last, and whether it is alive as far as can be seen."""
         states = {}
-        for name in self.names("workers"):
+        for name in self.list("workers"):
             with suppress(FileNotFoundError, msgspec.MsgspecError):
                 text = (self.path / "workers" / name).read_bytes()
-                states[name] = (
-                    msgspec.json.decode(text, type=WorkerState),
-                    self._is_alive(name, text),
-                )
+                state = msgspec.json.decode(text, type=WorkerState)
+                states[name] = (state, self._is_alive(name, text))
         return states
 
     def remove(self) -> None:
@@ -377,6 +312,63 @@ class WorkFolder:
         """Removes leftovers of processes killed while creating or removing the folder."""
         for left in self.path.parent.glob(f"{glob.escape(self.path.name)}.*-*-*-*"):
             kind, _, worker = left.name.removeprefix(f"{self.path.name}.").partition("-")
-            is_draft = kind in ("draft", "renew")
-            if kind == "done" or (is_draft and not self._is_alive(worker)):
+            if kind == "done" or (kind == "draft" and is_running(worker) is False):
                 shutil.rmtree(left, ignore_errors=True)
+
+
+@dataclass(frozen=True)
+class Progress:
+    """What all workers together have done; documents and tokens are of those that are named."""
+
+    done_bytes: int
+    total_bytes: int
+    units_done: int
+    units: int
+    outputs_done: int
+    documents: int
+    tokens: int
+    bytes_per_second: float
+    """Of input, by the workers that are alive."""
+    workers: dict[str, tuple[WorkerState, bool]]
+    """By name: its status, and whether it is alive."""
+    stopped: list[str]
+    """Pieces with a document that cannot be read."""
+
+    @property
+    def seconds_left(self) -> float | None:
+        """At the present rate; None where there is none."""
+        if not self.bytes_per_second:
+            return None
+        return (self.total_bytes - self.done_bytes) / self.bytes_per_second
+
+
+def read_progress(folder: WorkFolder, plan: PreparationPlan) -> Progress | None:
+    """Reads a work folder; None when it is gone: the work is done, or has not begun."""
+    try:
+        states = folder.read_states()
+        done = folder.list("done")
+        stopped = folder.list("stopped")
+    except FileNotFoundError:
+        return None
+    units, _, joins = plan.stages
+    units_done = set(units).intersection(done)
+    alive = [state for state, is_alive in states.values() if is_alive]
+    working_bytes = sum(state.piece_bytes for state in alive if state.piece not in done)
+    now = time.time()
+    for state in alive:
+        state.piece = plan.label(state.piece) if state.piece in plan.numbers else ""
+    return Progress(
+        done_bytes=sum(plan.unit_bytes[plan.numbers[unit]] for unit in units_done) + working_bytes,
+        total_bytes=sum(plan.unit_bytes),
+        units_done=len(units_done),
+        units=len(units),
+        outputs_done=len(set(joins).intersection(done)),
+        documents=sum(state.documents for state, _ in states.values()),
+        tokens=sum(state.tokens for state, _ in states.values()),
+        bytes_per_second=sum(
+            (state.finished_bytes + state.piece_bytes) / max(now - state.started, 1.0)
+            for state in alive
+        ),
+        workers=states,
+        stopped=[plan.label(piece) for piece in stopped if piece in plan.numbers],
+    )

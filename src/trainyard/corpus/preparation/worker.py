@@ -16,23 +16,23 @@ import os
 import random
 import threading
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
-from itertools import accumulate, chain
-from pathlib import Path
+from itertools import takewhile
 
 import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from trainyard.corpus.preparation.duplicates import compared_columns, find_repeats
+from trainyard.corpus.preparation.duplicates import find_repeats
 from trainyard.corpus.preparation.join import (
     FinishedUnit,
     check_not_empty,
     check_unchanged,
     join_output,
+    publish_output,
 )
-from trainyard.corpus.preparation.plan import Output, PreparationPlan
+from trainyard.corpus.preparation.plan import PreparationPlan
 from trainyard.corpus.preparation.unit import (
     Place,
     UnitResult,
@@ -40,9 +40,8 @@ from trainyard.corpus.preparation.unit import (
     UnreadableDocumentError,
     save_array,
 )
-from trainyard.corpus.preparation.work_folder import Claim, WorkerState, WorkFolder
+from trainyard.corpus.preparation.work_folder import WorkerState, WorkFolder
 from trainyard.data.index_cache import FileBlock
-from trainyard.data.sidecar import load_sidecar
 from trainyard.data.tokenizer import Tokenizer
 from trainyard.errors import DataError, MachineError
 from trainyard.files import seal, unseal
@@ -50,65 +49,9 @@ from trainyard.files import seal, unseal
 _log = logging.getLogger("trainyard")
 
 BEAT_SECONDS = 2.0
-# A worker without a piece looks again after the first of these, then after twice as long ..
-FIRST_PAUSE_SECONDS, LONGEST_PAUSE_SECONDS = 0.2, 5.0
-# Of all workers together, once their pauses are as long as they get.
-POLLS_PER_SECOND = 100
-
-
-def unit_name(number: int) -> str:
-    """Names a unit's piece of work."""
-    return f"unit-{number:06d}"
-
-
-def join_name(number: int) -> str:
-    """Names the piece of work that finishes an output."""
-    return f"join-{number:05d}"
-
-
-def compare_name(number: int) -> str:
-    """Names the piece of work that looks for repeats by one key."""
-    return f"compare-{number:03d}"
-
-
-def list_compares(plan: PreparationPlan) -> list[tuple[int, list[int]]]:
-    """Lists what repeats are looked for by: the number of a comparing step, and columns of keys."""
-    steps = enumerate(plan.corpus.comparing_steps)
-    return [(number, columns) for number, step in steps for columns in compared_columns(step)]
-
-
-def piece_names(plan: PreparationPlan) -> list[str]:
-    """Lists all pieces of work of a corpus."""
-    names = [unit_name(number) for number in range(len(plan.units))]
-    names += [compare_name(number) for number in range(len(list_compares(plan)))]
-    return names + [join_name(number) for number in range(len(plan.outputs))]
-
-
-def is_prepared(plan: PreparationPlan) -> bool:
-    """Returns whether every output exists and was made from this plan."""
-    return all(_is_made(plan, output) for output in plan.outputs)
-
-
-def _is_made(plan: PreparationPlan, output: Output) -> bool:
-    try:
-        sidecar = load_sidecar(output.prefix)
-        sidecar.check_sizes(output.prefix)
-    except DataError:
-        return False
-    return sidecar.recipe == plan.recipe
-
-
-def read_result(path: Path) -> UnitResult:
-    """Reads what was recorded of a finished piece.
-
-    Raises:
-        DataError: it is damaged.
-    """
-    try:
-        return msgspec.json.decode(unseal(path.read_bytes()), type=UnitResult)
-    except (ValueError, msgspec.MsgspecError) as error:
-        hint = "run the same command with --overwrite"
-        raise DataError(f"{path} is damaged: {error}", hint) from error
+_SHORTEST_PAUSE, _LONGEST_PAUSE = 0.2, 5.0
+_LOOKS_PER_SECOND = 100
+"""How often all idle workers together look for work, unless they are very many."""
 
 
 class CorpusWorker:
@@ -120,12 +63,10 @@ class CorpusWorker:
         self._plan = plan
         self._folder = folder
         self._quarantine = quarantine
-        self._units = UnitWorker(plan.corpus, tokenizer, quarantine=quarantine)
+        self._tokenizing = UnitWorker(plan.corpus, tokenizer, quarantine=quarantine)
         self._state = WorkerState(started=time.time())
-        self._joins = {join_name(number) for number in range(len(plan.outputs))}
-        self._compares = list_compares(plan)
+        self._units, self._compares, self._joins = plan.stages
         self._sound: set[tuple[str, bool]] = set()
-        self._pause = FIRST_PAUSE_SECONDS
 
     def work(self, on_beat: Callable[[], None]) -> None:
         """Works until the corpus is prepared; `on_beat` is called every few seconds meanwhile.
@@ -135,17 +76,16 @@ class CorpusWorker:
             MachineError: the disk is full, or workers keep dying.
         """
         ended = threading.Event()
+        heart = threading.Thread(target=self._beat, args=(ended, on_beat), daemon=True)
         try:
             self._folder.join()
-            for number, output in enumerate(self._plan.outputs):
-                piece = join_name(number)
-                if self._folder.is_done(piece) and not _is_made(self._plan, output):
+            for piece, output in zip(self._joins, self._plan.outputs, strict=True):
+                if self._folder.is_done(piece) and not self._plan.is_made(output):
                     self._put_back(piece)
-            heart = threading.Thread(target=self._beat, args=(ended, on_beat), daemon=True)
             heart.start()
             try:
                 while (taken := self.take()) is not None:
-                    if isinstance(taken, Claim):
+                    if isinstance(taken, str):
                         self._do(taken)
                     else:
                         time.sleep(taken)
@@ -157,18 +97,21 @@ class CorpusWorker:
         except (OSError, MachineError) as error:
             missing = isinstance(error.__cause__ or error, FileNotFoundError)
             if missing and not self._folder.is_joined():
-                if is_prepared(self._plan):
+                if self._plan.is_prepared():
                     return
-                raise MachineError(
-                    f"another process removed or replaced the work folder {self._folder.path}",
-                    "see that process's output; then run the same command again",
-                ) from error
+                raise self._build_replaced_error() from error
             if isinstance(error, MachineError):
                 raise
             raise MachineError(
                 f"{error.filename or self._folder.path}: {error.strerror or error}",
                 "free space or repair the disk; then run the same command again: it resumes",
             ) from error
+
+    def _build_replaced_error(self) -> MachineError:
+        return MachineError(
+            f"another process removed or replaced the work folder {self._folder.path}",
+            "see that process's output; then run the same command again",
+        )
 
     def _beat(self, ended: threading.Event, on_beat: Callable[[], None]) -> None:
         parent = os.getppid()
@@ -179,97 +122,80 @@ class CorpusWorker:
             if os.getppid() != parent:  # killed: whoever wanted the work is gone
                 os._exit(1)
 
-    def take(self) -> Claim | float | None:
+    def take(self) -> str | float | None:
         """Claims a piece; else returns the seconds until the next try, None once all is done.
 
         Raises:
             DataError: a document cannot be read.
             MachineError: workers keep dying at a piece.
         """
-        done = set(self._folder.names("done"))
-        if self._joins <= done:
+        claimed = set(self._folder.list("claims"))  # first: a finished piece goes from here to done
+        done = set(self._folder.list("done"))
+        stages = ([piece for piece in stage if piece not in done] for stage in self._plan.stages)
+        left = next(filter(None, stages), None)
+        if left is None:
             return None
-        n_workers = len(self._folder.names("workers"))
-        stopped = self._folder.names("stopped")
-        ready = self._ready(done, stopped)
-        n_idle = n_workers - len(self._folder.names("claimed"))
-        # Of many idle workers only about as many try as find something: lists may be old.
-        if ready and random.random() * n_idle < 4 * len(ready):
+        stopped = set(self._folder.list("stopped"))
+        if left[0] in stopped:
+            self._raise_stopped(left[0])
+        # What is before the first unreadable document may hold another one.
+        left = list(takewhile(lambda piece: piece not in stopped, left))
+        n_workers = len(self._folder.list("workers"))
+        if free := [piece for piece in left if piece not in claimed]:
             # Seldom what others choose, and near the front, so that a bad document is found early.
-            claim = self._folder.claim(random.choice(ready[: max(4 * (n_workers - 1), 1)]))
-            if claim is not None:
-                self._pause = FIRST_PAUSE_SECONDS
-                return claim
-        self._raise_if_stopped(done, stopped)
-        self._folder.take_back()
-        pause = self._pause * random.uniform(0.5, 1.5)
-        longest = min(n_workers / POLLS_PER_SECOND, LONGEST_PAUSE_SECONDS)
-        self._pause = max(min(2 * self._pause, longest), FIRST_PAUSE_SECONDS)
-        return pause
+            piece = random.choice(free[: max(4 * (n_workers - 1), 1)])
+            if self._folder.claim(piece):
+                return piece
+        elif taken := self._folder.take_over(left, self._plan.label):
+            return taken
+        pause = max(_SHORTEST_PAUSE, min(n_workers / _LOOKS_PER_SECOND, _LONGEST_PAUSE))
+        return pause * random.uniform(0.5, 1.5)
 
-    def _ready(self, done: set[str], stopped: list[str]) -> list[str]:
-        """Lists what can be taken now: units, what compares them, and joins, in this order."""
-        first_stopped = min(stopped, default="z")
-        units_left = any(unit_name(number) not in done for number in range(len(self._plan.units)))
-        compares_left = any(
-            compare_name(number) not in done for number in range(len(self._compares))
-        )
-        ready = []
-        for name in self._folder.names("todo"):
-            piece = name.rpartition(".")[0]
-            kind = piece.partition("-")[0]
-            if (
-                (kind == "unit" and piece < first_stopped)
-                or (kind == "compare" and not units_left)
-                or (kind == "join" and not compares_left and not units_left)
-            ):
-                ready.append(name)
-        return sorted(ready, key=lambda name: ("ucj".index(name[0]), name))
-
-    def _do(self, claim: Claim) -> None:
-        kind, _, number = claim.piece.partition("-")
-        self._state.piece = claim.piece
+    def _do(self, piece: str) -> None:
+        work = {"unit": self._do_unit, "compare": self._compare, "join": self._join}
+        self._state.piece = piece
         try:
-            if kind == "unit":
-                self._do_unit(claim, int(number))
-            elif kind == "join" and self._join(int(number)):
-                self._folder.finish(claim, b"{}")
-            elif kind == "compare" and self._compare(int(number)):
-                self._publish(claim, UnitResult())
+            result = work[piece.partition("-")[0]](self._plan.numbers[piece])
+            if result is None:
+                self._folder.release(piece)
             else:
-                self._folder.release(claim)
+                self._publish(piece, result)
+                self._state.finished_bytes += self._state.piece_bytes
         except UnreadableDocumentError as error:
-            self._folder.stop(claim, msgspec.json.encode(error.place))
+            self._folder.stop(piece, msgspec.json.encode(error.place))
         except BaseException:
-            self._folder.release(claim)
+            self._folder.release(piece)
             raise
         finally:
             self._state.piece = ""
             self._state.piece_bytes = 0
 
-    def _do_unit(self, claim: Claim, number: int) -> None:
-        made = self._folder.scratch / claim.piece
+    def _do_unit(self, number: int) -> UnitResult:
+        made = self._folder.scratch / self._units[number]
         sources = self._plan.unit_sources(number)
         try:
-            result = self._units.run(self._plan.units[number], made, self._report)
+            result = self._tokenizing.run(self._plan.units[number], made, self._report)
         except UnreadableDocumentError:
             check_unchanged(sources)
             raise
         check_unchanged(sources)
-        result.inputs = self._plan.unit_inputs(number)
-        self._publish(claim, result)
-        self._state.finished_bytes += self._plan.unit_bytes[number]
+        return result
 
-    def _publish(self, claim: Claim, result: UnitResult) -> None:
+    def _report(self, n_bytes: int, documents: int, tokens: int) -> None:
+        self._state.piece_bytes += n_bytes
+        self._state.documents += documents
+        self._state.tokens += tokens
+
+    def _publish(self, piece: str, result: UnitResult) -> None:
         """Gives the files of a piece their final names, and records it as done."""
-        for path in self._folder.scratch.glob(f"{claim.piece}.*"):
+        for path in self._folder.scratch.glob(f"{piece}.*"):
             with path.open("rb") as file:
                 os.fsync(file.fileno())
-                suffix = path.name.removeprefix(claim.piece)
+                suffix = path.name.removeprefix(piece)
                 if suffix != ".bin":
                     result.files[suffix] = hashlib.file_digest(file, "sha256").hexdigest()
             path.replace(self._folder.parts / path.name)
-        self._folder.finish(claim, seal(msgspec.json.encode(result)))
+        self._folder.finish(piece, seal(msgspec.json.encode(result)))
 
     def _are_sound(self, pieces: Iterable[str], *, with_tokens: bool) -> bool:
         """Returns whether finished pieces are whole; puts back those that are not.
@@ -288,7 +214,8 @@ class CorpusWorker:
         return n_bad == 0
 
     def _put_back(self, piece: str) -> None:
-        _log.warning("%s: %s is damaged or lost; it is made anew", self._folder.path, piece)
+        message = "%s: %s is damaged or lost; it is made anew"
+        _log.warning(message, self._folder.path, self._plan.label(piece))
         self._folder.redo(piece)
 
     def _is_sound(self, piece: str, *, with_tokens: bool) -> bool:
@@ -303,52 +230,51 @@ class CorpusWorker:
             if piece.startswith("unit") and not path.exists():
                 return False
             for block in result.blocks if with_tokens else []:
-                place = FileBlock(path, end, block.n_bytes)
-                if place.read_digest().hex() != block.sha256:
+                if FileBlock(path, end, block.n_bytes).read_digest().hex() != block.sha256:
                     return False
                 end += block.n_bytes
         except (OSError, DataError):
             return False
         return True
 
-    def _report(self, n_bytes: int, documents: int, tokens: int) -> None:
-        self._state.piece_bytes += n_bytes
-        self._state.documents += documents
-        self._state.tokens += tokens
+    def _read_result(self, piece: str) -> UnitResult:
+        path = self._folder.path / "done" / piece
+        try:
+            return msgspec.json.decode(unseal(path.read_bytes()), type=UnitResult)
+        except (ValueError, msgspec.MsgspecError) as error:
+            hint = "run the same command with --overwrite"
+            raise DataError(f"{path} is damaged: {error}", hint) from error
 
-    def _part(self, number: int) -> Path:
-        return self._folder.parts / unit_name(number)
-
-    def _compare(self, number: int) -> bool:
-        """Finds the documents that repeat an earlier one by one key; False: a unit is missing."""
-        step, columns = self._compares[number]
-        if not self._are_sound(map(unit_name, range(len(self._plan.units))), with_tokens=False):
-            return False
-        keys = [Path(f"{self._part(n)}.keys-{step}.npy") for n in range(len(self._plan.units))]
-        made = self._folder.scratch / f"{compare_name(number)}.mask"
+    def _compare(self, number: int) -> UnitResult | None:
+        """Finds the documents that repeat an earlier one by one key; None: a unit is missing."""
+        step, columns = self._plan.comparisons[number]
+        if not self._are_sound(self._units, with_tokens=False):
+            return None
+        keys = [self._folder.parts / f"{unit}.keys-{step}.npy" for unit in self._units]
+        made = self._folder.scratch / f"{self._compares[number]}.mask"
         save_array(made.with_suffix(".ends.npy"), find_repeats(columns, keys, made))
-        return True
+        return UnitResult()
 
     def _read_repeats(self, number: int) -> npt.NDArray[np.uint8] | None:
         """Returns for each document of a unit the first step that drops it, from 1; 0: none."""
         if not self._compares:
             return None
-        ends = np.load(self._folder.parts / f"{compare_name(0)}.ends.npy")
+        ends = np.load(self._folder.parts / f"{self._compares[0]}.ends.npy")
         start, end = ends[number : number + 2]
-        marks = np.zeros(end - start, np.uint8)
-        for compare, (step, _) in enumerate(self._compares):
-            if len(marks):
-                path = self._folder.parts / f"{compare_name(compare)}.mask"
-                found = np.memmap(path, np.bool_, "r", int(start), (len(marks),))
-                marks[found & (marks == 0)] = step + 1
-        return marks
+        steps = np.zeros(end - start, np.uint8)
+        for piece, (step, _) in zip(self._compares, self._plan.comparisons, strict=True):
+            if len(steps):
+                path = self._folder.parts / f"{piece}.mask"
+                is_repeat = np.memmap(path, np.bool_, "r", int(start), (len(steps),))
+                steps[is_repeat & (steps == 0)] = step + 1
+        return steps
 
-    def _join(self, number: int) -> bool:
-        """Makes an output; False: a piece that it needs is missing."""
+    def _join(self, number: int) -> UnitResult | None:
+        """Makes an output; None: a piece that it needs is missing."""
         output = self._plan.outputs[number]
-        compares = map(compare_name, range(len(self._compares)))
-        if not self._are_sound(chain(compares, map(unit_name, output.units)), with_tokens=True):
-            return False
+        needed = [*self._compares, *(self._units[unit] for unit in output.units)]
+        if not self._are_sound(needed, with_tokens=True):
+            return None
         units = self._read_finished(output.units)
         for unit in units:
             if unit.result.places and not self._quarantine:
@@ -359,55 +285,35 @@ class CorpusWorker:
                 )
         # An output may be empty, a corpus may not.
         if all(unit.result.documents == unit.result.empty_documents for unit in units):
-            every = range(len(self._plan.units))
-            if not self._are_sound(map(unit_name, every), with_tokens=False):
-                return False
-            check_not_empty(self._plan, self._read_finished(every))
-        join_output(self._plan, output, units, self._folder.scratch)
-        return True
+            if not self._are_sound(self._units, with_tokens=False):
+                return None
+            check_not_empty(self._plan, self._read_finished(range(len(self._units))))
+        made = self._folder.scratch / "joined"
+        join_output(self._plan, output, units, made)
+        if self._folder.read_plan() != self._plan.text:
+            raise self._build_replaced_error()
+        publish_output(self._plan, output, made)
+        return UnitResult()
 
-    def _read_finished(self, numbers: range) -> list[FinishedUnit]:
-        results = [self._read_result(unit_name(number)) for number in numbers]
-        before = self._lines_before(list(numbers), results)
-        return [
-            FinishedUnit(result, self._part(number), lines, self._read_repeats(number))
-            for number, result, lines in zip(numbers, results, before, strict=True)
-        ]
-
-    def _read_result(self, piece: str) -> UnitResult:
-        return read_result(self._folder.path / "done" / piece)
-
-    def _lines_before(self, numbers: list[int], results: list[UnitResult]) -> list[int]:
-        """Counts the lines of the same file in units before each unit."""
-
-        def carry(lines: int, number_and_result: tuple[int, UnitResult]) -> int:
-            number, result = number_and_result
-            starts_file = number + 1 < len(self._plan.units) and (
-                self._plan.units[number + 1][0].start == 0
-            )
-            return 0 if starts_file else lines + result.n_lines
-
-        pairs = zip(numbers, results, strict=True)
-        return list(accumulate(pairs, carry, initial=0))[: len(numbers)]
-
-    def _raise_if_stopped(self, done: set[str], stopped: list[str]) -> None:
-        """Raises for the first unreadable document, once nothing before it can hold another."""
-        if not stopped:
-            return
-        first = int(stopped[0].partition("-")[2])
-        if any(unit_name(number) not in done for number in range(first)):
-            return
-        text = (self._folder.path / "stopped" / stopped[0]).read_bytes()
-        place = msgspec.json.decode(text, type=Place)
+    def _read_finished(self, numbers: Sequence[int]) -> list[FinishedUnit]:
+        """Reads the results of units in a row, of whole files."""
+        units = []
         lines = 0
-        unit = self._plan.units[first]
-        for number in range(first - 1, -1, -1):
-            if unit[0].start == 0:
-                break
-            try:
-                lines += self._read_result(unit_name(number)).n_lines
-            except DataError:
-                self._put_back(unit_name(number))
-                return
-            unit = self._plan.units[number]
-        raise place.to_error(lines)
+        for number in numbers:
+            lines = lines if self._plan.units[number][0].start else 0
+            result = self._read_result(self._units[number])
+            part = self._folder.parts / self._units[number]
+            units.append(FinishedUnit(result, part, lines, self._read_repeats(number)))
+            lines += result.n_lines
+        return units
+
+    def _raise_stopped(self, piece: str) -> None:
+        """Raises for an unreadable document; returns if a result that gives its line is damaged."""
+        number = first = self._plan.numbers[piece]
+        while self._plan.units[first][0].start:
+            first -= 1
+        before = self._units[first:number]
+        if self._are_sound(before, with_tokens=False):
+            lines = sum(self._read_result(unit).n_lines for unit in before)
+            text = (self._folder.path / "stopped" / piece).read_bytes()
+            raise msgspec.json.decode(text, type=Place).to_error(lines)
