@@ -6,7 +6,7 @@ import bz2
 import lzma
 import zlib
 from collections.abc import Callable, Iterator
-from typing import BinaryIO, Protocol
+from typing import Any, BinaryIO
 
 import zstandard
 
@@ -38,42 +38,8 @@ class DamagedFileError(Exception):
         self.suspect_from = suspect_from
 
 
-class _Decompressor(Protocol):
-    """Unpacks one frame; what `max_length` held back comes with the next calls."""
-
-    def decompress(self, data: bytes, max_length: int, /) -> bytes: ...
-    @property
-    def eof(self) -> bool: ...
-    @property
-    def needs_input(self) -> bool: ...
-    @property
-    def unused_data(self) -> bytes: ...
-
-
-class _Gzip:
-    """Keeps, as bz2 and lzma do themselves, the input for which there was no room."""
-
-    def __init__(self) -> None:
-        self._inner = zlib.decompressobj(wbits=31)
-
-    def decompress(self, data: bytes, max_length: int, /) -> bytes:
-        return self._inner.decompress(self._inner.unconsumed_tail + data, max_length)
-
-    @property
-    def eof(self) -> bool:
-        return self._inner.eof
-
-    @property
-    def needs_input(self) -> bool:
-        return not self._inner.unconsumed_tail
-
-    @property
-    def unused_data(self) -> bytes:
-        return self._inner.unused_data
-
-
-_DECOMPRESSORS: dict[str, Callable[[], _Decompressor]] = {
-    ".gz": _Gzip,
+_DECOMPRESSORS: dict[str, Callable[[], Any]] = {
+    ".gz": lambda: zlib.decompressobj(wbits=31),
     ".bz2": bz2.BZ2Decompressor,
     # Left to guess, it takes zero bytes for an empty file of an older format.
     ".xz": lambda: lzma.LZMADecompressor(lzma.FORMAT_XZ),
@@ -128,14 +94,23 @@ def _unpack(file: BinaryIO, compression: str) -> Iterator[tuple[bytes, int]]:
     yield b"".join(ready), file.tell() - taken
 
 
-def _unpack_frames(file: BinaryIO, build: Callable[[], _Decompressor]) -> Iterator[bytes]:
+def _decompress(decompressor: Any, data: bytes) -> Iterator[bytes]:
+    """Yields what data unpacks to, a piece at a time, up to the end of the frame."""
+    while True:
+        if piece := decompressor.decompress(data, _PIECE_BYTES):
+            yield piece
+        # Input for which there was no room: zlib returns it, the others keep it.
+        data = getattr(decompressor, "unconsumed_tail", b"")
+        if decompressor.eof or (not data and getattr(decompressor, "needs_input", True)):
+            return
+
+
+def _unpack_frames(file: BinaryIO, build: Callable[[], Any]) -> Iterator[bytes]:
     """Unpacks one frame after another, as `cat a.gz b.gz` makes them."""
-    decompressor: _Decompressor | None = None  # of the frame that has begun
-    n_frames = start = n_before = n_out = (
-        0  # where the frame starts, bytes unpacked before and of it
-    )
+    decompressor = None  # of the frame that has begun
+    n_frames = start = n_before = n_out = 0  # the frame's start, bytes unpacked before and of it
     while chunk := file.read(_CHUNK_BYTES):
-        while True:
+        while chunk:
             if decompressor is None:
                 # Tapes and some tools pad a file with zero bytes after its last frame.
                 chunk = chunk.lstrip(b"\0") if n_frames else chunk
@@ -144,24 +119,21 @@ def _unpack_frames(file: BinaryIO, build: Callable[[], _Decompressor]) -> Iterat
                 decompressor, n_frames = build(), n_frames + 1
                 start, n_before, n_out = file.tell() - len(chunk), n_before + n_out, 0
             try:
-                piece = decompressor.decompress(chunk, _PIECE_BYTES)
+                for piece in _decompress(decompressor, chunk):
+                    n_out += len(piece)
+                    yield piece
             except _CORRUPT_ERRORS as error:
                 yield from _unpack_to_damage(file, build(), start, n_out)
                 raise DamagedFileError(str(error), n_before) from error
-            n_out += len(piece)
-            if piece:
-                yield piece
             chunk = b""
             if decompressor.eof:
                 chunk, decompressor = decompressor.unused_data, None
-            elif decompressor.needs_input:
-                break
     if decompressor is not None:
         raise DamagedFileError(_CUT_SHORT)
 
 
 def _unpack_to_damage(
-    file: BinaryIO, decompressor: _Decompressor, start: int, n_known: int
+    file: BinaryIO, decompressor: Any, start: int, n_known: int
 ) -> Iterator[bytes]:
     """Unpacks a damaged frame again and yields what follows its first `n_known` bytes.
 
@@ -171,23 +143,15 @@ def _unpack_to_damage(
     chunk_start = file.tell() - _CHUNK_BYTES
     n_out = 0
     file.seek(start)
-    while True:
-        left = chunk_start - file.tell()
-        data = file.read(min(left, _CHUNK_BYTES) if left > 0 else 1)
-        if not data:
+    while data := file.read(max(1, min(chunk_start - file.tell(), _CHUNK_BYTES))):
+        try:
+            for piece in _decompress(decompressor, data):
+                n_out += len(piece)
+                new = min(n_out - n_known, len(piece))
+                if new > 0:
+                    yield piece[-new:]
+        except _CORRUPT_ERRORS:
             return
-        while True:
-            try:
-                piece = decompressor.decompress(data, _PIECE_BYTES)
-            except _CORRUPT_ERRORS:
-                return
-            n_out += len(piece)
-            new = min(n_out - n_known, len(piece))
-            if new > 0:
-                yield piece[-new:]
-            data = b""
-            if decompressor.needs_input:
-                break
 
 
 def _unpack_zst(file: BinaryIO) -> Iterator[bytes]:
