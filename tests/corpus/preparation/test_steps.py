@@ -15,15 +15,19 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from trainyard.config.corpus import DocumentStep, Keep, LengthLimits, Normalize, Quality
-from trainyard.corpus.preparation.characters import (
+from trainyard.corpus.preparation.steps import (
     ALONE,
+    KEPT,
     LETTER,
     SPACE,
     WORD,
+    apply_steps,
     code_points,
+    count_bytes,
     kinds_of,
+    normalize,
+    quality_fault,
 )
-from trainyard.corpus.preparation.steps import KEPT, apply_steps, normalize, quality_fault
 from trainyard.data.sidecar import StepCount
 
 PROSE = {
@@ -40,7 +44,8 @@ def apply(
     steps: list[DocumentStep], texts: list[str], fields: dict[str, list[str]] | None = None
 ) -> tuple[list[str], dict[str, list[str]], list[StepCount]]:
     counts = [StepCount(kind=step.kind) for step in steps]
-    texts, fields = apply_steps(steps, texts, fields or {}, counts)
+    sizes = [count_bytes(text) for text in texts]
+    texts, fields, _ = apply_steps(steps, texts, fields or {}, sizes, counts)
     return texts, fields, counts
 
 
@@ -97,10 +102,10 @@ def test_counts_add_up_over_batches() -> None:
     step = LengthLimits(kind="length", min_characters=2)
     count = StepCount(kind="length")
     for texts in (["a", "bc"], [], ["", "de"]):
-        apply_steps([step], texts, {}, [count])
+        apply_steps([step], texts, {}, [len(text) for text in texts], [count])
     assert (count.documents_in, count.documents_out, count.dropped) == (4, 2, {"too short": 2})
     other = StepCount(kind="length")
-    apply_steps([step], ["xx", "y", *"zuv"], {}, [other])
+    apply_steps([step], ["xx", "y", *"zuv"], {}, [2, 1, 1, 1, 1], [other])
     total = StepCount(kind="length")
     for each in (count, other):
         total.add(each)

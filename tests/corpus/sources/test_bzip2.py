@@ -10,8 +10,7 @@ from pathlib import Path
 import pytest
 from tests.circles import everyday
 
-from trainyard.corpus.sources.blocks import DamagedFileError
-from trainyard.corpus.sources.bzip2 import read_bzip2_blocks
+from trainyard.corpus.sources.blocks import DamagedFileError, read_bzip2_blocks
 
 # Level 1 makes blocks of 100 kB.
 TEXT = b"".join(b"line %d of %d\n" % (n, n * n) for n in range(60_000))

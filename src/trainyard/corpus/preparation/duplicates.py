@@ -38,7 +38,7 @@ import numpy.typing as npt
 import rensa
 
 from trainyard.config.corpus import Deduplicate, NearDeduplicate
-from trainyard.corpus.preparation.characters import ALONE, WORD, code_points, kinds_of
+from trainyard.corpus.preparation.steps import ALONE, WORD, code_points, kinds_of
 
 Hashes = npt.NDArray[np.uint64]
 Counts = npt.NDArray[np.int64]

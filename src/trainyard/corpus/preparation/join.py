@@ -20,6 +20,7 @@ from trainyard.corpus.preparation.unit import (
     Place,
     QuarantinedDocument,
     UnitResult,
+    count_steps,
 )
 from trainyard.data.indexed import optimal_dtype
 from trainyard.data.sidecar import (
@@ -178,24 +179,17 @@ class _Totals:
 
     def __init__(self, plan: PreparationPlan) -> None:
         self._comparing = [step.kind for step in plan.corpus.comparing_steps]
-        self.result = UnitResult(
-            steps=[StepCount(kind="read")]
-            + [StepCount(kind=step.kind) for step in plan.corpus.steps]
-        )
+        self.result = UnitResult(steps=count_steps(plan.corpus.steps))
         self.places: list[str] = []
         self._kept: dict[str, int] = {}
 
     def add(self, unit: FinishedUnit) -> Part:
         """Adds a unit and returns its part."""
         result, total = unit.result, self.result
-        total.documents += result.documents
-        total.empty_documents += result.empty_documents
-        total.tokens += result.tokens
-        total.text_bytes += result.text_bytes
-        total.lost_bytes += result.lost_bytes
-        add_counts(total.special_texts, result.special_texts)
-        add_counts(total.not_prose, result.not_prose)
-        add_counts(total.quarantined, result.quarantined)
+        for name in ("documents", "empty_documents", "tokens", "text_bytes", "lost_bytes"):
+            setattr(total, name, getattr(total, name) + getattr(result, name))
+        for name in ("special_texts", "not_prose", "quarantined"):
+            add_counts(getattr(total, name), getattr(result, name))
         for value, group in result.groups.items():
             total.groups.setdefault(value, GroupCount()).add(group)
         for place in result.places:

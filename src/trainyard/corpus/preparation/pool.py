@@ -19,7 +19,6 @@ from pathlib import Path
 from trainyard.corpus.preparation.plan import PreparationPlan
 from trainyard.corpus.preparation.work_folder import MAX_ATTEMPTS, WorkFolder, name_process
 from trainyard.corpus.preparation.worker import CorpusWorker
-from trainyard.data.tokenizer import Tokenizer
 from trainyard.data.vocabulary import Vocabulary
 from trainyard.errors import MachineError, UserError
 from trainyard.launch.environment import hide_secrets
@@ -125,8 +124,7 @@ def _work(
     build_logger(hide_secrets)
     try:
         folder = WorkFolder(path, name_process(os.getpid()))
-        tokenizer = Tokenizer(vocabulary, plan.tokenizer.name, plan.tokenizer.special_tokens)
-        CorpusWorker(plan, folder, tokenizer, quarantine=quarantine).work(lambda: None)
+        CorpusWorker(plan, folder, vocabulary, quarantine=quarantine).work(lambda: None)
     except UserError as error:
         connection.send(error)
     except Exception:

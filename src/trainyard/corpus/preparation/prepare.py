@@ -42,9 +42,14 @@ from trainyard.corpus.preparation.plan import (
     plan_corpus,
 )
 from trainyard.corpus.preparation.pool import work_in_processes
-from trainyard.corpus.preparation.steps import apply_steps
 from trainyard.corpus.preparation.train_tokenizer import train_tokenizer
-from trainyard.corpus.preparation.unit import PLACES_PER_KIND, Place, UnitResult, count_reading
+from trainyard.corpus.preparation.unit import (
+    PLACES_PER_KIND,
+    Place,
+    UnitResult,
+    count_steps,
+    read_unit,
+)
 from trainyard.corpus.preparation.work_folder import (
     Progress,
     WorkFolder,
@@ -52,10 +57,10 @@ from trainyard.corpus.preparation.work_folder import (
     read_progress,
 )
 from trainyard.corpus.preparation.worker import CorpusWorker
-from trainyard.corpus.sources import Segment, find_files, read_documents
+from trainyard.corpus.sources import Fault, Segment, find_files
 from trainyard.corpus.sources.files import format_of
-from trainyard.data.sidecar import Sidecar, StepCount, TokenizerRecord, load_sidecar
-from trainyard.data.tokenizer import Tokenizer, tokenizer_name
+from trainyard.data.sidecar import Sidecar, TokenizerRecord, load_sidecar
+from trainyard.data.tokenizer import tokenizer_name
 from trainyard.data.vocabulary import GPT2, Vocabulary, load_vocabulary
 from trainyard.errors import DataError, MachineError
 from trainyard.log import build_logger
@@ -134,8 +139,7 @@ def _work(
     n_workers = max(1, min(workers, len(plan.units)))
     try:
         if n_workers == 1:
-            tokenizer = Tokenizer(vocabulary, plan.tokenizer.name, plan.tokenizer.special_tokens)
-            CorpusWorker(plan, folder, tokenizer, quarantine=quarantine).work(on_beat)
+            CorpusWorker(plan, folder, vocabulary, quarantine=quarantine).work(on_beat)
         else:
             work_in_processes(plan, vocabulary, folder, n_workers, on_beat, quarantine=quarantine)
     except EmptyCorpusError:
@@ -244,28 +248,23 @@ def train_on_inputs(
 
 
 def _read_texts(corpus: Corpus, on_error: OnError) -> Iterator[str]:
-    result = UnitResult(steps=[StepCount(kind="read")])
-    counts = [StepCount(kind=step.kind) for step in corpus.document_steps]
+    result = UnitResult(steps=count_steps(corpus.document_steps))
     places: list[str] = []
     has_text = False
-    for path in find_files(corpus.inputs):
-        segment = Segment(path, 0, path.stat().st_size)
-        for batch in read_documents(
-            segment, corpus.json_key, corpus.metadata_fields, corpus.split_on
-        ):
-            for fault in batch.faults:
-                place = Place(str(path), fault.position, fault.kind, fault.detail, fault.hint)
-                if on_error == "stop":
-                    raise place.to_error()
-                if len(places) < PLACES_PER_KIND:
-                    places.append(place.render(0))
-            count_reading(batch, 0, result)
-            texts = apply_steps(corpus.document_steps, batch.texts, batch.fields, counts)[0]
-            result.documents += len(texts)
-            has_text = has_text or any(texts)
-            yield from texts
+
+    def set_aside(place: Place, _: Fault) -> None:
+        if on_error == "stop":
+            raise place.to_error()
+        if len(places) < PLACES_PER_KIND:
+            places.append(place.render(0))
+
+    unit = [Segment(path, 0, path.stat().st_size) for path in find_files(corpus.inputs)]
+    for _, texts, _, _ in read_unit(corpus, unit, result, set_aside):
+        result.documents += len(texts)
+        has_text = has_text or any(texts)
+        yield from texts
     if not has_text:
-        raise empty_corpus(result.documents, [*result.steps, *counts], places)
+        raise empty_corpus(result.documents, result.steps, places)
 
 
 def record_tokenizer(corpus: Corpus, vocabulary: Vocabulary) -> TokenizerRecord:

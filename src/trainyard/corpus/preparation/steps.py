@@ -2,11 +2,15 @@
 
     counts = [StepCount(kind=step.kind) for step in corpus.document_steps]
     for batch in read_documents(segment, "text", corpus.metadata_fields):
-        texts, fields = apply_steps(corpus.document_steps, batch.texts, batch.fields, counts)
+        sizes = [count_bytes(text) for text in batch.texts]
+        texts, fields, sizes = apply_steps(
+            corpus.document_steps, batch.texts, batch.fields, sizes, counts
+        )
     counts[1].dropped    # {"too few words": 12, "too few letters": 3}
 
 A document is dropped for the first reason that applies. The reasons are few and fixed, so that the
-counts of a corpus stay small.
+counts of a corpus stay small. Characters are classified by a lookup in a table with one byte per
+Unicode character, which in numpy is about ten times as fast as Python, and covers every script.
 """
 
 from __future__ import annotations
@@ -22,11 +26,32 @@ import numpy as np
 import numpy.typing as npt
 
 from trainyard.config.corpus import DocumentStep, Keep, LengthLimits, Normalize, Quality
-from trainyard.corpus.preparation.characters import LETTER, SPACE, WORD, code_points, kinds_of
 from trainyard.data.sidecar import StepCount
 
 KEPT = ""
 """The reason of a document that is not dropped."""
+
+LETTER = 1
+"""A letter of any script, or a mark on one, such as a third of all characters of Hindi."""
+WORD = 2
+"""A letter, a mark or a digit; words are runs of these."""
+SPACE = 4
+"""Whitespace by str.isspace."""
+ALONE = 8
+"""Of a script without spaces; counts as a word."""
+
+# Nothing above is a letter but rare variation selectors.
+_TABLE_SIZE = 0x32400
+_WITHOUT_SPACES = (
+    (0x0E00, 0x0F00),  # Thai, Lao
+    (0x1000, 0x10A0),  # Burmese
+    (0x1780, 0x1800),  # Khmer
+    (0x3040, 0x3100),  # Hiragana, Katakana
+    (0x3400, 0x4DC0),  # Chinese characters, here and below
+    (0x4E00, 0xA000),
+    (0xF900, 0xFB00),
+    (0x20000, _TABLE_SIZE),
+)
 
 _BULLETS = frozenset("•‣▪●◦○■□►\N{EN DASH}-*")
 # Others than ASCII's are those of quotes and of Chinese, Arabic, Urdu and Hindi.
@@ -43,17 +68,18 @@ def apply_steps(
     steps: Sequence[DocumentStep],
     texts: list[str],
     fields: dict[str, list[str]],
+    sizes: list[int],
     counts: Sequence[StepCount],
-) -> tuple[list[str], dict[str, list[str]]]:
+) -> tuple[list[str], dict[str, list[str]], list[int]]:
     """Applies steps to documents, in order, and returns the remaining ones.
 
     Args:
         steps: what to do.
         texts: the documents.
         fields: a column of metadata for each field, one value for each text.
+        sizes: the bytes of each text.
         counts: what each step did is added here; one for each step.
     """
-    sizes = [count_bytes(text) for text in texts]
     for step, count in zip(steps, counts, strict=True):
         count.documents_in += len(texts)
         count.bytes_in += sum(sizes)
@@ -71,7 +97,7 @@ def apply_steps(
                         count.drop(reason, text)
         count.documents_out += len(texts)
         count.bytes_out += sum(sizes)
-    return texts, fields
+    return texts, fields, sizes
 
 
 def count_bytes(text: str) -> int:
@@ -284,3 +310,30 @@ def _length_fault(text: str, step: LengthLimits) -> str:
     if step.max_characters and n_characters > step.max_characters:
         return "too long"
     return KEPT
+
+
+def code_points(text: str) -> npt.NDArray[np.int32]:
+    """Returns the number Unicode has for each character."""
+    return np.frombuffer(text.encode("utf-32-le"), "<i4").astype(np.int32, copy=False)
+
+
+def kinds_of(codes: npt.NDArray[np.int32]) -> npt.NDArray[np.uint8]:
+    """Returns LETTER, WORD, SPACE and ALONE, or'ed, for each character."""
+    kinds: npt.NDArray[np.uint8] = _table().take(codes, mode="clip")
+    return kinds
+
+
+@functools.cache  # it takes 40 ms, so not when the module is imported
+def _table() -> npt.NDArray[np.uint8]:
+    kinds = {"L": LETTER | WORD, "M": LETTER | WORD, "N": WORD}
+    table = np.fromiter(
+        (
+            kinds.get(unicodedata.category(chr(code))[0], 0) | SPACE * chr(code).isspace()
+            for code in range(_TABLE_SIZE)
+        ),
+        np.uint8,
+        _TABLE_SIZE,
+    )
+    for first, end in _WITHOUT_SPACES:
+        table[first:end] |= ALONE * (table[first:end] & WORD != 0).astype(np.uint8)
+    return table

@@ -6,8 +6,8 @@ import base64
 import io
 import re
 from collections import Counter
-from collections.abc import Callable
-from functools import cached_property
+from collections.abc import Callable, Iterable, Iterator
+from functools import cached_property, partial
 from itertools import chain
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -16,7 +16,7 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from trainyard.config.corpus import Corpus
+from trainyard.config.corpus import Corpus, Step
 from trainyard.corpus.preparation.duplicates import document_keys
 from trainyard.corpus.preparation.steps import apply_steps, count_bytes
 from trainyard.corpus.sources import Batch, Fault, Segment, read_documents
@@ -65,8 +65,6 @@ class Place(msgspec.Struct, frozen=True):
 class UnitResult(msgspec.Struct, kw_only=True):
     """What became of a unit; `places` holds the first few faults of each kind."""
 
-    inputs: str = ""
-    """What was read, as `CorpusPlan.unit_inputs`."""
     documents: int = 0
     empty_documents: int = 0
     tokens: int = 0
@@ -130,65 +128,53 @@ class UnitWorker:
             MachineError: the disk is full.
         """
         corpus = self._corpus
-        result = UnitResult(steps=[StepCount(kind="read")])
-        result.steps += [StepCount(kind=step.kind) for step in corpus.document_steps]
+        result = UnitResult(steps=count_steps(corpus.document_steps))
         rows: list[npt.NDArray[np.void]] = []
         keys: list[list[npt.NDArray[np.uint64]]] = [[] for _ in corpus.comparing_steps]
         dtype = optimal_dtype(self._tokenizer.vocabulary_size)
         aside = Path(f"{prefix}.quarantine")
         with IndexedWriter(prefix, dtype) as writer, aside.open("wb") as quarantine:
-            for segment in unit:
-                for batch in read_documents(
-                    segment, corpus.json_key, corpus.metadata_fields, corpus.split_on
-                ):
-                    self._set_aside(segment, batch, result, quarantine)
-                    sizes = _count_all_bytes(batch.texts)
-                    count_reading(batch, int(sizes.sum()), result)
-                    texts, fields = apply_steps(
-                        corpus.document_steps, batch.texts, batch.fields, result.steps[1:]
-                    )
-                    if corpus.document_steps:
-                        sizes = _count_all_bytes(texts)
-                    row = self._tokenize(texts, sizes, writer, result)
-                    if corpus.count_by:
-                        _count_groups(fields[corpus.count_by], row, result.groups)
-                    if corpus.comparing_steps:
-                        rows.append(row)
-                        for step, found in zip(corpus.comparing_steps, keys, strict=True):
-                            found.append(document_keys(step, texts))
-                    report(batch.n_bytes, len(row), int(row["tokens"].sum()))
+            for batch, texts, fields, sizes in read_unit(
+                corpus, unit, result, partial(self._set_aside, result, quarantine)
+            ):
+                row = self._tokenize(texts, sizes, writer, result)
+                if corpus.count_by:
+                    _count_groups(fields[corpus.count_by], row, result.groups)
+                if corpus.comparing_steps:
+                    rows.append(row)
+                    for step, step_keys in zip(corpus.comparing_steps, keys, strict=True):
+                        step_keys.append(document_keys(step, texts))
+                report(batch.n_bytes, len(row), int(row["tokens"].sum()))
         result.blocks = writer.bin_blocks
-        for number, found in enumerate(keys):
-            step_keys = np.concatenate(found or [document_keys(corpus.comparing_steps[number], [])])
-            save_array(Path(f"{prefix}.keys-{number}.npy"), np.asfortranarray(step_keys))
+        for number, step in enumerate(corpus.comparing_steps):
+            step_keys = [document_keys(step, []), *keys[number]]
+            save_array(
+                Path(f"{prefix}.keys-{number}.npy"), np.asfortranarray(np.concatenate(step_keys))
+            )
         if keys:
-            all_rows = np.concatenate(rows) if rows else np.empty(0, DOCUMENT)
+            all_rows = np.concatenate([np.empty(0, DOCUMENT), *rows])
             save_array(Path(f"{prefix}.documents.npy"), all_rows)
         if not result.quarantined:
             aside.unlink()
         return result
 
     def _set_aside(
-        self, segment: Segment, batch: Batch, result: UnitResult, quarantine: BinaryIO
+        self, result: UnitResult, quarantine: BinaryIO, place: Place, fault: Fault
     ) -> None:
-        for fault in batch.faults:
-            place = Place(
-                segment.path.as_posix(), fault.position, fault.kind, fault.detail, fault.hint
-            )
-            if not self._quarantine:
-                raise UnreadableDocumentError(place)
-            if sum(kept.kind == fault.kind for kept in result.places) < PLACES_PER_KIND:
-                result.places.append(place)
-            add_counts(result.quarantined, {fault.kind: fault.n_documents})
-            line = QuarantinedDocument(
-                place.path, place.position, place.kind, place.detail, _render_raw(fault)
-            )
-            quarantine.write(msgspec.json.encode(line) + b"\n")
+        if not self._quarantine:
+            raise UnreadableDocumentError(place)
+        if sum(kept.kind == fault.kind for kept in result.places) < PLACES_PER_KIND:
+            result.places.append(place)
+        add_counts(result.quarantined, {fault.kind: fault.n_documents})
+        line = QuarantinedDocument(
+            place.path, place.position, place.kind, place.detail, _render_raw(fault)
+        )
+        quarantine.write(msgspec.json.encode(line) + b"\n")
 
     def _tokenize(
         self,
         texts: list[str],
-        sizes: npt.NDArray[np.uint64],
+        sizes: list[int],
         writer: IndexedWriter,
         result: UnitResult,
     ) -> npt.NDArray[np.void]:
@@ -207,7 +193,7 @@ class UnitWorker:
         rows["text_bytes"] = sizes
         rows["tokens"] = lengths
         result.tokens += len(tokens)
-        result.text_bytes += int(sizes.sum())
+        result.text_bytes += sum(sizes)
         return rows
 
 
@@ -233,12 +219,43 @@ def save_array(path: Path, array: npt.NDArray[Any]) -> None:
         path.write_bytes(buffer.getbuffer())
 
 
-def _count_all_bytes(texts: list[str]) -> npt.NDArray[np.uint64]:
-    return np.fromiter(map(count_bytes, texts), np.uint64, len(texts))
+def count_steps(steps: Iterable[Step]) -> list[StepCount]:
+    """Returns counts of zero: for reading, and for each step."""
+    return [StepCount(kind="read"), *(StepCount(kind=step.kind) for step in steps)]
 
 
-def count_reading(batch: Batch, text_bytes: int, result: UnitResult) -> None:
-    """Adds what the reader made of a batch to the first step of a result."""
+def read_unit(
+    corpus: Corpus,
+    unit: Iterable[Segment],
+    result: UnitResult,
+    set_aside: Callable[[Place, Fault], None],
+) -> Iterator[tuple[Batch, list[str], dict[str, list[str]], list[int]]]:
+    """Yields documents, some at a time, as the steps leave them: texts, metadata and bytes.
+
+    Args:
+        corpus: whose options to follow.
+        unit: what to read.
+        result: what is read, and what each step does, is counted in `result.steps`.
+        set_aside: takes each document that cannot be read.
+    """
+    for segment in unit:
+        for batch in read_documents(
+            segment, corpus.json_key, corpus.metadata_fields, corpus.split_on
+        ):
+            for fault in batch.faults:
+                path = segment.path.as_posix()
+                set_aside(Place(path, fault.position, fault.kind, fault.detail, fault.hint), fault)
+            sizes = [count_bytes(text) for text in batch.texts]
+            _count_reading(batch, sum(sizes), result)
+            yield (
+                batch,
+                *apply_steps(
+                    corpus.document_steps, batch.texts, batch.fields, sizes, result.steps[1:]
+                ),
+            )
+
+
+def _count_reading(batch: Batch, text_bytes: int, result: UnitResult) -> None:
     count = result.steps[0]
     result.n_lines += batch.n_lines
     count.documents_out += len(batch.texts)

@@ -18,6 +18,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
+from functools import cached_property
 from itertools import takewhile
 
 import msgspec
@@ -43,6 +44,7 @@ from trainyard.corpus.preparation.unit import (
 from trainyard.corpus.preparation.work_folder import WorkerState, WorkFolder
 from trainyard.data.index_cache import FileBlock
 from trainyard.data.tokenizer import Tokenizer
+from trainyard.data.vocabulary import Vocabulary
 from trainyard.errors import DataError, MachineError
 from trainyard.files import seal, unseal
 
@@ -58,15 +60,21 @@ class CorpusWorker:
     """One of the processes that work on a corpus."""
 
     def __init__(
-        self, plan: PreparationPlan, folder: WorkFolder, tokenizer: Tokenizer, *, quarantine: bool
+        self, plan: PreparationPlan, folder: WorkFolder, vocabulary: Vocabulary, *, quarantine: bool
     ) -> None:
         self._plan = plan
         self._folder = folder
         self._quarantine = quarantine
-        self._tokenizing = UnitWorker(plan.corpus, tokenizer, quarantine=quarantine)
+        self._vocabulary = vocabulary
         self._state = WorkerState(started=time.time())
         self._units, self._compares, self._joins = plan.stages
         self._sound: set[tuple[str, bool]] = set()
+
+    @cached_property
+    def _tokenizing(self) -> UnitWorker:
+        made_by = self._plan.tokenizer
+        tokenizer = Tokenizer(self._vocabulary, made_by.name, made_by.special_tokens)
+        return UnitWorker(self._plan.corpus, tokenizer, quarantine=self._quarantine)
 
     def work(self, on_beat: Callable[[], None]) -> None:
         """Works until the corpus is prepared; `on_beat` is called every few seconds meanwhile.

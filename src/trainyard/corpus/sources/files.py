@@ -1,4 +1,12 @@
-"""Finds the files of a corpus, and splits them into pieces of work."""
+"""Finds the files of a corpus, and splits them into pieces of work.
+
+Folders of Hugging Face's datasets library hold other files beside the text:
+
+saved/      state.json lists the .arrow files; dataset_info.json        `save_to_disk`
+splits/     dataset_dict.json lists the folders of the splits           of a DatasetDict
+cache/      dataset_info.json lists the splits, in NAME-SPLIT.arrow or NAME-SPLIT-*.arrow;
+            cache-*.arrow are results of `map` and `filter`             `load_dataset`
+"""
 
 from __future__ import annotations
 
@@ -11,12 +19,13 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any, BinaryIO
 
-from trainyard.corpus.sources.saved_datasets import leave_out
+import msgspec
+
 from trainyard.data.indexed import RAW_TOKENS
 from trainyard.errors import DataError, printable
-from trainyard.files import open_file, refuse_lfs_pointer
+from trainyard.files import SETTINGS_LIMIT_BYTES, open_file, read_file, refuse_lfs_pointer
 
 FORMATS = {
     ".jsonl": "jsonl",
@@ -57,6 +66,9 @@ _NOT_TEXT = {
     **dict.fromkeys((".csv", ".tsv"), ("a table", _ROWS)),
 }
 _HEAD_BYTES = 1 << 13
+_STATE, _INFO, _SPLITS = "state.json", "dataset_info.json", "dataset_dict.json"
+_DESCRIPTIONS = (_STATE, _INFO, _SPLITS, "dataset_infos.json")
+_BESIDE_TEXT = "not text, of Hugging Face's datasets library"
 _BROKEN = "behind broken links"
 Skipped = list[tuple[str, str]]
 """The real path of each file that is not read, if it has one, and its kind."""
@@ -255,12 +267,66 @@ def _follow(links: list[Path], seen: set[str], skipped: Skipped) -> Iterator[str
 def _list_folder(folder: Path, skipped: Skipped) -> Iterator[os.DirEntry[str]]:
     with os.scandir(folder) as entries:
         shown = {entry.name: entry for entry in entries if entry.name != LISTING_NAME}
-    left_out = leave_out(folder, list(shown))
+    left_out = _find_beside_text(folder, list(shown))
     for name, entry in shown.items():
         if kind := "hidden" if name.startswith(".") else left_out.get(name):
             skipped.append(("", kind))
         else:
             yield entry
+
+
+class _Splits(msgspec.Struct):
+    splits: list[str]
+
+
+class _DataFile(msgspec.Struct):
+    filename: str
+
+
+class _State(msgspec.Struct):
+    files: list[_DataFile] = msgspec.field(name="_data_files")
+
+
+class _Info(msgspec.Struct):
+    splits: dict[str, Any] | None = None
+
+
+def _find_beside_text(folder: Path, names: Sequence[str]) -> dict[str, str]:
+    """Names the files of a folder that the library keeps beside the text, each with its kind.
+
+    Raises:
+        DataError: the folder holds several splits, or its files are incomplete or unreadable.
+    """
+    arrow = [name for name in names if name.endswith(".arrow")]
+    others = [name for name in names if name in _DESCRIPTIONS and (arrow or name != _STATE)]
+    if _SPLITS in names:
+        _require_one_split(folder, _read_description(folder / _SPLITS, _Splits).splits, "{}")
+    elif arrow and _STATE in names:
+        listed = [file.filename for file in _read_description(folder / _STATE, _State).files]
+        if missing := set(listed) - set(arrow):
+            problem = f"{printable(folder / min(missing))} is missing; {_STATE} lists it"
+            raise DataError(problem, "copy the whole folder again")
+        others += set(arrow) - set(listed)
+    elif arrow and _INFO in names:
+        splits = list(_read_description(folder / _INFO, _Info).splits or {})
+        _require_one_split(folder, splits, "*-{}*.arrow")
+        others += [name for name in arrow if name.startswith("cache-")]
+    return dict.fromkeys(others, _BESIDE_TEXT)
+
+
+def _require_one_split(folder: Path, splits: Sequence[str], pattern: str) -> None:
+    if len(splits) > 1:
+        problem = f"{printable(folder)} holds the splits {printable(', '.join(splits))}"
+        example = printable(folder / pattern.format(splits[0]))
+        raise DataError(problem, f"name those to prepare, such as '{example}'")
+
+
+def _read_description(path: Path, kind: Any) -> Any:
+    try:
+        return msgspec.json.decode(read_file(path, SETTINGS_LIMIT_BYTES), type=kind)
+    except (msgspec.MsgspecError, UnicodeDecodeError) as error:
+        problem = f"{printable(path)} is not of Hugging Face's datasets library: {error}"
+        raise DataError(problem, "make it again; or name the .arrow files themselves") from error
 
 
 def choose_unit_bytes(total_bytes: int) -> int:

@@ -42,26 +42,35 @@ def read_jsonl(segment: Segment, key: str, fields: Sequence[str]) -> Iterator[Ba
     for lines, n_bytes, span in _read_lines(segment):
         offset += span
         faults: list[Fault] = []
+        ended = None
         try:
             documents = [decoder.decode(line) for line in lines if line]
             metadata = decoder.columns(documents)
         except _DECODE_ERRORS:
             # Counted back from the end, because a line that was too long is not there any more.
             start = offset - sum(map(len, lines)) - len(lines)
-            texts, metadata, faults = _decode_one_by_one(lines, decoder, (line_number, start))
-            garbled = [fault.position - line_number for fault in faults if fault.kind in _GARBLED]
+            places = list(accumulate((len(line) + 1 for line in lines), initial=start))
+            decoded = [
+                decoder.decode_with_care(line, line_number + n, places[n])
+                for n, line in enumerate(lines)
+            ]
+            garbled = [
+                n
+                for n, result in enumerate(decoded)
+                if isinstance(result, Fault) and result.kind in _GARBLED
+            ]
             error = damage() if garbled else None
-            if error is not None and error.suspect_from is not None:
-                places = list(accumulate((len(line) + 1 for line in lines), initial=start))
-                suspect = [number for number in garbled if places[number] >= error.suspect_from]
-                if suspect:
-                    lines = lines[: suspect[0]]
-                    found = _decode_one_by_one(lines, decoder, (line_number, start))
-                    yield Batch(found[0], len(lines), n_bytes, found[2], found[1])
-                    raise error from None
-        else:
-            texts = [document.text for document in documents]
+            if error is not None and (suspect_from := error.suspect_from) is not None:
+                suspect = next((n for n in garbled if places[n] >= suspect_from), None)
+                lines, decoded = lines[:suspect], decoded[:suspect]
+                ended = error if suspect is not None else None
+            faults = [result for result in decoded if isinstance(result, Fault)]
+            documents = [result for result in decoded if result and not isinstance(result, Fault)]
+            metadata = decoder.columns(documents)
+        texts = [document.text for document in documents]
         yield Batch(texts, len(lines), n_bytes, faults, metadata)
+        if ended is not None:
+            raise ended
         line_number += len(lines)
 
 
@@ -119,25 +128,6 @@ def start_of(pieces: list[bytes]) -> bytes:
     return b"".join(piece[:_KEPT_BYTES] for piece in pieces)[:_KEPT_BYTES]
 
 
-def _decode_one_by_one(
-    lines: list[bytes], decoder: _LineDecoder, start: tuple[int, int]
-) -> tuple[list[str], dict[str, list[str]], list[Fault]]:
-    """Decodes lines that hold a fault; `start` is the number and the byte of the first one."""
-    documents: list[Any] = []
-    faults: list[Fault] = []
-    number, place = start
-    for line in lines:
-        if place == 0 and line.startswith(codecs.BOM_UTF8):
-            line, place = line.removeprefix(codecs.BOM_UTF8), len(codecs.BOM_UTF8)
-        found = decoder.decode_with_care(line, number, place)
-        if isinstance(found, Fault):
-            faults.append(found)
-        elif found is not None:
-            documents.append(found)
-        number, place = number + 1, place + len(line) + 1
-    return [document.text for document in documents], decoder.columns(documents), faults
-
-
 class _LineDecoder:
     """Makes an object with `text` and the asked metadata of a line of JSON."""
 
@@ -164,6 +154,8 @@ class _LineDecoder:
 
     def decode_with_care(self, line: bytes, number: int, offset: int) -> Any | Fault | None:
         """Returns the document of one line, what is wrong with it, or None for a blank line."""
+        if offset == 0 and line.startswith(codecs.BOM_UTF8):
+            line, offset = line.removeprefix(codecs.BOM_UTF8), len(codecs.BOM_UTF8)
         if not line.strip(b" \t\r"):
             return None
         if isinstance(line, _LongLine):

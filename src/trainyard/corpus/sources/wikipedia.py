@@ -21,8 +21,12 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 from trainyard.corpus.sources.batch import Batch, Fault
-from trainyard.corpus.sources.blocks import DamagedFileError, read_blocks
-from trainyard.corpus.sources.bzip2 import UnpackedChunk, read_bzip2_blocks
+from trainyard.corpus.sources.blocks import (
+    DamagedFileError,
+    UnpackedChunk,
+    read_blocks,
+    read_bzip2_blocks,
+)
 from trainyard.corpus.sources.files import Segment, format_of
 from trainyard.corpus.sources.wikitext import clean_wikitext
 

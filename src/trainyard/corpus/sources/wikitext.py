@@ -10,7 +10,7 @@ A page goes through four passes, each linear in its length whatever it holds:
 2. brackets: templates, tables and links nest in each other, so a stack follows them; what closes
    first is turned into text first, so that a `|` left in the outer one is its own;
 3. what sits inside a line: tags, external links, quotes, and the traces of what was cut out;
-   then sentences that lost a template, by `wikitext_sentences`;
+   then sentences that lost a template go;
 4. lines: headings, lists, paragraphs. A heading is written when something comes below it.
 
 A character that must not be read as markup (from `<nowiki>` or `&#91;`) travels as one of Unicode's
@@ -25,7 +25,6 @@ import re
 from collections import Counter
 from collections.abc import Callable
 
-from trainyard.corpus.sources.wikitext_sentences import drop_sentences
 from trainyard.corpus.sources.wikitext_templates import LOST, NEWLINE, PROTECTED, render_template
 
 # Templates in templates: MediaWiki stops at 40; the bound keeps hostile pages linear.
@@ -109,6 +108,22 @@ _LEFT_IN_FRONT = re.compile(r"(?:[,;:.\u2013] )+|[,;:]+$")
 _BREAK = re.compile(rf" ?{NEWLINE} ?")
 _RULE = re.compile(r"-{4,}")
 
+_MARK = re.compile(f"{LOST}([^{LOST}]*){LOST}")
+# A box beside the text: alone on its line, or at its start without a space.
+_BOX = re.compile(rf"^[:* \t]*(?:{LOST}[^{LOST}]*{LOST} ?)+(?:\n|(?<! )(?=[A-Z\"]))", re.M)
+# Right behind the end of a sentence stand notes.
+_NOTE = re.compile(rf"(?:(?<=[.!?])|(?<=[.!?][\"\u201d)]))(?:{LOST}[^{LOST}]*{LOST})+(?=\s|$)")
+_IN_BRACKETS = re.compile(rf"(?:(?<=\n)|(?<=^)| )\([^(){LOST}]*{LOST}[^()]*\)")
+# A list item, a heading, or the lines of a paragraph.
+_PARAGRAPH = re.compile(r"[*#:;=| \t].*\n?|(?:[^*#:;=| \t\n].*\n?)+")
+_ITEM = re.compile(r"[*#:; \t]+")
+_END = re.compile(rf"[.!?][\"\u201d\u2019')\]]*(?:\s+|{NEWLINE})(?=[^a-z\s])|{NEWLINE}")
+_ABBREVIATION = re.compile(
+    r"(?:^|[\s(\"\u201c\u2013-])(?:[^\W\d]|(?:[^\W\d]\.)+\w?|Mrs?|Ms|Dr|St|Mt|Ft|Jr|Sr|Prof|Gen|Col"
+    r"|Lt|Capt|Sgt|Rev|Gov|Sen|Rep|Hon|vs|etc|al|cf|ca|fl|approx|est|No|Nos|Vol|vol|pp?|Fig|Inc|Co"
+    r"|Corp|Ltd|Bros)\.$"
+)
+
 
 def clean_wikitext(wikitext: str, lost: Counter[str] | None = None) -> str:
     """Returns the readable text of a page: paragraphs, headings and "- item" lines, no markup.
@@ -120,7 +135,7 @@ def clean_wikitext(wikitext: str, lost: Counter[str] | None = None) -> str:
         text = _ENTITY.sub(_decode_entity, text)
     text = _clean_inline(_resolve_brackets(text))
     if LOST in text:
-        text = drop_sentences(text, Counter() if lost is None else lost)
+        text = _drop_sentences(text, Counter() if lost is None else lost)
     return _restore(_lay_out(text))
 
 
@@ -266,6 +281,50 @@ def _keep_elision(line: str) -> str:
     lengths = [len(quotes) for quotes in _QUOTES.findall(line)]
     odd = sum(n in (3, 4, 5) for n in lengths) % 2 and sum(n in (2, 5) for n in lengths) % 2
     return _ELISION.sub("''''", line, count=1) if odd else line
+
+
+def _drop_sentences(text: str, lost: Counter[str]) -> str:
+    """Leaves out sentences with a template that could not be rendered; counts each by the first.
+
+    A sentence with a hole in it, or with a number missing, says something else. So it goes as a
+    whole, or, where the template stands in round brackets, the brackets go. Where the end of a
+    sentence is in doubt (`St. Louis`), more goes rather than half a sentence stays.
+    """
+    text = _NOTE.sub("", _BOX.sub("", text))
+    if LOST not in text:
+        return text
+    return _PARAGRAPH.sub(
+        lambda block: _drop(block[0], lost) if LOST in block[0] else block[0], text
+    )
+
+
+def _drop(block: str, lost: Counter[str]) -> str:
+    if block[0] == "=":
+        return _MARK.sub("", block)
+
+    def count(part: str) -> str:
+        if any(character.isalnum() for character in _MARK.sub("", part)):
+            lost.update(_MARK.findall(part)[:1])
+        return ""
+
+    body = _IN_BRACKETS.sub(lambda match: count(match[0]), block)
+    item = _ITEM.match(body)
+    start = item.end() if item else 0
+    kept = [body[:start]]
+    for end in [*_ends_of_sentences(body), len(body)]:
+        sentence = body[start:end]
+        kept.append(count(sentence) if LOST in sentence else sentence)
+        start = end
+    return "".join(kept).rstrip() + "\n" if any(kept[1:]) else ""
+
+
+def _ends_of_sentences(text: str) -> list[int]:
+    return [
+        match.end()
+        for match in _END.finditer(text)
+        if match[0][0] != "."
+        or not _ABBREVIATION.search(text[max(match.start() - 8, 0) : match.start() + 1])
+    ]
 
 
 def _lay_out(text: str) -> str:
