@@ -27,7 +27,7 @@ import msgspec
 import numpy as np
 from measuring import Figures, describe_machine, measure, publish
 
-from trainyard.corpus.merge import Part, merge_parts
+from trainyard.corpus.preparation.join import Part, merge_parts
 from trainyard.data.indexed import IndexedWriter, token_paths
 from trainyard.files import BlockChecksum
 

@@ -13,7 +13,7 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from trainyard.corpus.merge import Part, merge_parts, publish_files
+from trainyard.corpus.preparation.join import Part, merge_parts, publish_files
 from trainyard.data.indexed import IndexedDataset, IndexedWriter, token_paths
 from trainyard.errors import DataError, MachineError
 from trainyard.files import FileRecord

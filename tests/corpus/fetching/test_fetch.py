@@ -25,6 +25,7 @@ import pytest
 from tests.waiting import WATCHDOG_SECONDS, wait_until
 
 from trainyard.corpus.fetching.catalogue import (
+    Checksum,
     Listing,
     RemoteFile,
     check_paths,
@@ -492,7 +493,7 @@ def test_a_listing_changed_on_disk_is_checked_again(server: Server, tmp_path: Pa
     listing.write_text(text[:-20])
     with pytest.raises(DataError, match=r"fetch\.listing is damaged"):
         get(server, tmp_path)
-    file = RemoteFile("http://x", A, 1, ("", ""))
+    file = RemoteFile("http://x", A, 1, Checksum())
     with pytest.raises(DataError, match=r"lists .* twice"):
         check_paths(Listing("t", "s", "r", "r", "l", [file, file]))
 

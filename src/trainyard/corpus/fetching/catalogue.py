@@ -20,11 +20,10 @@ of corpora are supported:
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from importlib import resources
 from pathlib import Path
-from typing import Any, Literal, Protocol
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 from urllib.parse import quote, urlsplit
 
 import msgspec
@@ -34,6 +33,9 @@ from trainyard.config.load import parse_toml
 from trainyard.errors import ConfigError, DataError
 from trainyard.files import SETTINGS_LIMIT_BYTES, read_file
 from trainyard.units import format_figure
+
+if TYPE_CHECKING:
+    from trainyard.corpus.fetching.web import Client
 
 LISTING_HINT = "try again later; or describe the corpus in a .toml file of your own"
 
@@ -87,17 +89,21 @@ class KnownCorpus(BaseModel, frozen=True, extra="forbid"):
     """The most that the server puts up with from one client."""
 
 
-Algorithm = Literal["", "md5", "sha1", "sha256"]
+class Checksum(NamedTuple):
+    """An algorithm and a digest; both "" where none is known."""
+
+    algorithm: Literal["", "md5", "sha1", "sha256"] = ""
+    digest: str = ""
 
 
 @dataclass(frozen=True)
 class RemoteFile:
-    """A file on a server; `checksum` is its algorithm and digest, both "" where none is known."""
+    """A file on a server."""
 
     url: str
     path: str
     size_bytes: int
-    checksum: tuple[Algorithm, str]
+    checksum: Checksum
 
 
 @dataclass(frozen=True)
@@ -110,16 +116,6 @@ class Listing:
     revision: str
     licence: str
     files: list[RemoteFile]
-
-
-class Reader(Protocol):
-    """Asks a server, again when it must, until there is an answer."""
-
-    def read(self, url: str) -> tuple[bytes, Mapping[str, str]]:
-        """Returns the body and the headers."""
-
-    def size_of(self, url: str) -> int:
-        """Returns the size of a file in bytes."""
 
 
 def corpus_names() -> list[str]:
@@ -208,17 +204,23 @@ def _describe_figures(figures: CorpusSize | None) -> list[str]:
     return [*lines, f"figures: {figures.source}"]
 
 
-def list_files(corpus: KnownCorpus, reader: Reader) -> Listing:
+def list_files(corpus: KnownCorpus, client: Client) -> Listing:
     """Asks the server for the files of a corpus and pins its revision.
 
     Raises:
         DataError: the server has no such revision or no file of the corpus, or an answer makes
             no sense, or names a file outside the folder.
     """
-    ask = {
-        "wikimedia": _list_wikimedia, "huggingface": _list_huggingface, "files": _list_known
-    }[corpus.kind]  # fmt: skip
-    revision, candidates = ask(corpus, reader)
+    if corpus.kind == "files":
+        revision = corpus.revision
+        candidates = []
+        for file in corpus.listed:
+            url, checksum = f"{corpus.host}{file.address}", Checksum("sha256", file.sha256)
+            candidates.append(RemoteFile(url, file.path, file.size_bytes, checksum))
+    elif corpus.kind == "wikimedia":
+        revision, candidates = _list_wikimedia(corpus, client)
+    else:
+        revision, candidates = _list_huggingface(corpus, client)
     files = [file for file in candidates if re.fullmatch(corpus.files, file.path)]
     if not files:
         seen = ", ".join(file.path for file in candidates[:5]) or "nothing"
@@ -229,7 +231,7 @@ def list_files(corpus: KnownCorpus, reader: Reader) -> Listing:
             "otherwise the corpus has moved: correct `files` in a .toml file of your own",
         )
     if corpus.kind == "wikimedia":
-        files = [replace(file, size_bytes=reader.size_of(file.url)) for file in files]
+        files = [replace(file, size_bytes=client.size_of(file.url)) for file in files]
     source = f"{corpus.host}/{corpus.repository}"
     return Listing(corpus.title, source, corpus.revision, revision, corpus.licence, files)
 
@@ -254,10 +256,10 @@ def check_paths(listing: Listing) -> None:
         seen.add(file.path)
 
 
-def _list_wikimedia(corpus: KnownCorpus, reader: Reader) -> tuple[str, list[RemoteFile]]:
+def _list_wikimedia(corpus: KnownCorpus, client: Client) -> tuple[str, list[RemoteFile]]:
     wiki = corpus.repository
     url = f"{corpus.host}/{wiki}/{corpus.revision}/{wiki}-{corpus.revision}-sha1sums.txt"
-    text = reader.read(url)[0].decode(errors="replace")
+    text = client.read(url)[0].decode(errors="replace")
     files = []
     for line in text.splitlines():
         # Names have the date of the dump also in the list of `latest`.
@@ -265,21 +267,13 @@ def _list_wikimedia(corpus: KnownCorpus, reader: Reader) -> tuple[str, list[Remo
         if match:
             digest, name, date = match.groups()
             dated = f"{corpus.host}/{wiki}/{date}/{name}"
-            files.append(RemoteFile(dated, name, 0, ("sha1", digest)))
+            files.append(RemoteFile(dated, name, 0, Checksum("sha1", digest)))
     dates = {file.url.split("/")[-2] for file in files}
     if not files:
         raise _senseless(url, f"it begins with {text[:60]!r}")
     if len(dates) > 1:
         raise _senseless(url, f"it has files of {len(dates)} dumps: {', '.join(sorted(dates))}")
     return dates.pop(), files
-
-
-def _list_known(corpus: KnownCorpus, reader: Reader) -> tuple[str, list[RemoteFile]]:
-    del reader  # nothing is asked
-    return corpus.revision, [
-        RemoteFile(corpus.host + each.address, each.path, each.size_bytes, ("sha256", each.sha256))
-        for each in corpus.listed
-    ]
 
 
 class _Commit(msgspec.Struct):
@@ -298,10 +292,12 @@ class _Entry(msgspec.Struct):
     lfs: _LargeFile | None = None
 
 
-def _list_huggingface(corpus: KnownCorpus, reader: Reader) -> tuple[str, list[RemoteFile]]:
+def _list_huggingface(corpus: KnownCorpus, client: Client) -> tuple[str, list[RemoteFile]]:
     api = f"{corpus.host}/api/{corpus.repository_kind}/{corpus.repository}"
     url = f"{api}/revision/{quote(corpus.revision, safe='')}"
-    revision = quote(_decode(url, reader.read(url)[0], _Commit).sha, safe="")
+    revision = quote(_decode(url, client.read(url)[0], _Commit).sha, safe="")
+    folder = "" if corpus.repository_kind == "models" else f"{corpus.repository_kind}/"
+    resolve = f"{corpus.host}/{folder}{corpus.repository}/resolve/{revision}"
     files: list[RemoteFile] = []
     page = f"{api}/tree/{revision}?recursive=true"
     pages: set[str] = set()
@@ -309,21 +305,16 @@ def _list_huggingface(corpus: KnownCorpus, reader: Reader) -> tuple[str, list[Re
         if page in pages:
             raise _senseless(page, "its next page is an earlier one")
         pages.add(page)
-        body, headers = reader.read(page)
+        body, headers = client.read(page)
         for entry in _decode(page, body, list[_Entry]):
             if entry.type == "file":
-                files.append(_huggingface_file(corpus, revision, entry))
+                url, size, checksum = f"{resolve}/{quote(entry.path)}", entry.size, Checksum()
+                if entry.lfs is not None:
+                    size = entry.lfs.size
+                    checksum = Checksum("sha256", entry.lfs.oid.removeprefix("sha256:"))
+                files.append(RemoteFile(url, entry.path, size, checksum))
         page = _next_page(corpus.host, headers.get("Link", ""))
     return revision, files
-
-
-def _huggingface_file(corpus: KnownCorpus, revision: str, entry: _Entry) -> RemoteFile:
-    place = "" if corpus.repository_kind == "models" else f"{corpus.repository_kind}/"
-    url = f"{corpus.host}/{place}{corpus.repository}/resolve/{revision}/{quote(entry.path)}"
-    if entry.lfs is None:
-        return RemoteFile(url, entry.path, entry.size, ("", ""))
-    digest = entry.lfs.oid.removeprefix("sha256:")
-    return RemoteFile(url, entry.path, entry.lfs.size, ("sha256", digest))
 
 
 def _next_page(host: str, link: str) -> str:

@@ -96,21 +96,22 @@ def fetch(
     """
     network = network or Network()
     described = find_corpus(corpus)
-    stop = threading.Event()
-    shown = _Progress(progress)
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise _unwritable(folder, error) from error
-    with closing(Client(network, stop, shown.say)) as client:
-        listing = _pin_listing(described, "@" in corpus, folder, client)
+    with closing(_Downloads(folder, network, progress)) as downloads:
+        listing = _pin_listing(described, "@" in corpus, folder, downloads.client)
         files = [file for file in listing.files if fnmatchcase(file.path, only)]
         if not files:
             some = ", ".join(file.path for file in listing.files[:3])
             raise DataError(f"no file matches only={only!r}", f"the paths look like {some}")
-        missing = [file for file in files if not _is_whole(folder / file.path, file)]
-        needed, free = _bytes_to_fetch(folder, missing), shutil.disk_usage(folder).free
-        shown.start(files, missing, needed)
+        missing = [
+            file
+            for file in files
+            if not (path := folder / file.path).is_file() or path.stat().st_size != file.size_bytes
+        ]
+        needed, free = downloads.plan(files, missing), shutil.disk_usage(folder).free
         if announce and missing:
             announce(_describe_download(files, missing, needed, free))
         if needed > free:
@@ -119,8 +120,7 @@ def fetch(
                 f"the files still to fetch take {format_bytes(needed)}",
                 "choose a folder on a larger disk, or fetch a part of the corpus",
             )
-        n_threads = max(1, min(network.connections, described.max_connections))
-        _Downloads(folder, client, stop, shown).run(missing, n_threads)
+        downloads.run(missing, max(1, min(network.connections, described.max_connections)))
     n_bytes = sum(file.size_bytes for file in files)
     return FetchResult(listing.revision, listing.licence, len(files), n_bytes, len(missing))
 
@@ -151,10 +151,6 @@ def _pin_listing(
     return listing
 
 
-def _is_whole(path: Path, file: RemoteFile) -> bool:
-    return path.is_file() and path.stat().st_size == file.size_bytes
-
-
 def _partial_of(path: Path) -> Path:
     return path.with_name(f"{path.name}.partial")
 
@@ -163,15 +159,11 @@ def _size_of(path: Path) -> int:
     return path.stat().st_size if path.is_file() else 0
 
 
-def _bytes_to_fetch(folder: Path, missing: Sequence[RemoteFile]) -> int:
-    return sum(file.size_bytes - _size_of(_partial_of(folder / file.path)) for file in missing)
-
-
 def _describe_download(
     files: Sequence[RemoteFile], missing: Sequence[RemoteFile], needed: int, free: int
 ) -> str:
     """Describes the files asked for and those still to fetch, with bytes needed and free."""
-    kinds = Counter(file.checksum[0] for file in missing)
+    kinds = Counter(file.checksum.algorithm for file in missing)
     checks = [f"{kind} for {count:,}" for kind, count in kinds.items() if kind]
     checks += [f"size only for {kinds['']:,}"] if kinds[""] else []
     return (
@@ -185,41 +177,38 @@ def _unwritable(path: Path, error: OSError) -> MachineError:
     return MachineError(f"{path} cannot be written: {error.strerror}", hint)
 
 
-class _Progress:
-    """Counts the bytes of all threads; calls the user's function from one thread at a time."""
+class _Downloads:
+    """Brings files into the folder, several at a time, and reports the progress of all threads."""
 
-    def __init__(self, update: ProgressUpdate | None) -> None:
-        self._update = update
-        self._lock = threading.Lock()
+    def __init__(self, folder: Path, network: Network, progress: ProgressUpdate | None) -> None:
+        self._folder, self._update = folder, progress
+        self._stop, self._lock = threading.Event(), threading.Lock()
         self._done_bytes = self._total_bytes = self._n_whole = self._n_files = 0
+        self.client = Client(network, self._stop, self._say)
 
-    def start(
-        self, files: Sequence[RemoteFile], missing: Sequence[RemoteFile], needed: int
-    ) -> None:
+    def close(self) -> None:
+        """Closes the connections."""
+        self.client.close()
+
+    def plan(self, files: Sequence[RemoteFile], missing: Sequence[RemoteFile]) -> int:
+        """Returns the bytes still to fetch."""
+        partials = [_partial_of(self._folder / file.path) for file in missing]
+        needed = sum(file.size_bytes for file in missing) - sum(map(_size_of, partials))
         self._n_files, self._n_whole = len(files), len(files) - len(missing)
         self._total_bytes = sum(file.size_bytes for file in files)
         self._done_bytes = self._total_bytes - needed
+        return needed
 
-    def add(self, n_bytes: int, n_whole: int = 0) -> None:
+    def _add(self, n_bytes: int, n_whole: int = 0) -> None:
         with self._lock:
             self._done_bytes += n_bytes
             self._n_whole += n_whole
-        self.say(f"{self._n_whole:,} of {self._n_files:,} files")
+        self._say(f"{self._n_whole:,} of {self._n_files:,} files")
 
-    def say(self, detail: str) -> None:
-        with self._lock:
+    def _say(self, detail: str) -> None:
+        with self._lock:  # one thread at a time calls the user's function
             if self._update:
                 self._update(self._done_bytes, self._total_bytes, detail)
-
-
-class _Downloads:
-    """Brings files into the folder, several at a time."""
-
-    def __init__(
-        self, folder: Path, client: Client, stop: threading.Event, progress: _Progress
-    ) -> None:
-        self._folder, self._client = folder, client
-        self._stop, self._progress = stop, progress
 
     def run(self, files: Sequence[RemoteFile], n_threads: int) -> None:
         """Returns when all files are there; raises the first error of any of them."""
@@ -263,7 +252,7 @@ class _Downloads:
             problem = ""
             for _ in range(_MAX_WRONG_FILES):
                 try:
-                    self._client.keep_trying(
+                    self.client.keep_trying(
                         file.path, lambda: self._receive(file, partial), lambda: _size_of(partial)
                     )
                     _verify(file, partial)
@@ -273,7 +262,7 @@ class _Downloads:
                     continue
                 partial.replace(target)
                 _tag_of(partial).unlink(missing_ok=True)
-                self._progress.add(0, n_whole=1)
+                self._add(0, n_whole=1)
                 return
         except OSError as error:
             raise _unwritable(target, error) from error
@@ -284,14 +273,14 @@ class _Downloads:
         )
 
     def _discard(self, partial: Path) -> None:
-        self._progress.add(-_size_of(partial))
+        self._add(-_size_of(partial))
         partial.unlink(missing_ok=True)
         _tag_of(partial).unlink(missing_ok=True)
 
     def _receive(self, file: RemoteFile, partial: Path) -> None:
         """Appends what is missing of a file; raises `PassingError` when the body ends early."""
-        tag = _read_tag(partial)
-        if not (tag or file.checksum[0]) or _size_of(partial) > file.size_bytes:
+        tag = _tag_of(partial).read_text("latin-1") if _tag_of(partial).is_file() else ""
+        if not (tag or file.checksum.algorithm) or _size_of(partial) > file.size_bytes:
             # Nothing could tell whether old bytes and new ones are of the same version.
             self._discard(partial)
         offset = _size_of(partial)
@@ -300,7 +289,7 @@ class _Downloads:
         asked = {"Range": f"bytes={offset}-"} if offset else {}
         if offset and tag:
             asked["If-Range"] = tag
-        with closing(self._client.open("GET", file.url, asked)) as response:
+        with closing(self.client.open("GET", file.url, asked)) as response:
             if response.status == 416:
                 raise _WrongFileError("the server has fewer bytes than before")
             if response.status == 206 and offset:
@@ -331,7 +320,7 @@ class _Downloads:
                 if n_bytes < 0:
                     raise _WrongFileError("the server sends more bytes than the file has")
                 output.write(chunk)
-                self._progress.add(len(chunk))
+                self._add(len(chunk))
                 if self._stop.is_set():
                     raise StoppedError
             output.flush()
@@ -356,17 +345,10 @@ def _tag_of(partial: Path) -> Path:
     return partial.with_name(f"{partial.name}.etag")
 
 
-def _read_tag(partial: Path) -> str:
-    tag = _tag_of(partial)
-    return tag.read_text(encoding="latin-1") if tag.is_file() else ""
-
-
 def _write_tag(partial: Path, tag: str) -> None:
     # A weak tag (W/"...") promises the same meaning, not the same bytes.
-    if re.fullmatch(r'"[\x21\x23-\x7e]*"', tag):
-        _tag_of(partial).write_text(tag, encoding="latin-1")
-    else:
-        _tag_of(partial).unlink(missing_ok=True)
+    is_strong = re.fullmatch(r'"[\x21\x23-\x7e]*"', tag)
+    _tag_of(partial).write_text(tag if is_strong else "", encoding="latin-1")
 
 
 def _verify(file: RemoteFile, partial: Path) -> None:

@@ -45,7 +45,7 @@ _FOLDERS = ("claims", "done", "parts", "stopped", "deaths", "scratch", "workers"
 
 
 class WorkerState(msgspec.Struct, kw_only=True):
-    """A process's status; `beat` changes with every write, to show that it is alive."""
+    """A process's status; `heard` changes with every write, to show that it is alive."""
 
     piece: str = ""
     finished_bytes: int = 0
@@ -54,7 +54,6 @@ class WorkerState(msgspec.Struct, kw_only=True):
     tokens: int = 0
     started: float = 0.0
     heard: float = 0.0
-    beat: int = 0
 
 
 def name_process(pid: int) -> str:
@@ -73,20 +72,14 @@ def _machine() -> str:
 def _start_of(pid: int) -> str:
     """When a process started, in ticks; "gone" when there is none, or only its exit code."""
     try:
-        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    except FileNotFoundError:
-        if Path("/proc/self/stat").exists():
-            return "gone"
-    except (OSError, ValueError):
-        pass
-    else:
-        return "gone" if fields[0] in "ZX" else fields[19]
-    try:  # a system without /proc
         os.kill(pid, 0)
     except ProcessLookupError:
         return "gone"
     except PermissionError:
         pass
+    with suppress(OSError, ValueError):  # a system without /proc; or it has just ended
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+        return "gone" if fields[0] in "ZX" else fields[19]
     return "0"
 
 
@@ -285,7 +278,6 @@ class WorkFolder:
 
     def beat(self, state: WorkerState) -> None:
         """Writes this process's progress."""
-        state.beat += 1
         state.heard = time.time()
         draft = self.scratch / "beat"
         draft.write_bytes(msgspec.json.encode(state))
