@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 from datetime import date, datetime
 from decimal import Decimal
@@ -129,3 +130,14 @@ def test_whatever_a_line_holds_can_be_told_and_recorded(tmp_path: Path, line: st
     (fault,) = batch.faults
     assert (batch.texts, batch.fields) == (["good"], {"m": [""]})
     assert len(f"{fault.detail}{fault.hint}".encode()) < 1000
+
+
+@pytest.mark.parametrize("name", ["a.jsonl.gz", "a.parquet", "a.arrow", "a.txt"])
+def test_metadata_of_files_without_any(tmp_path: Path, name: str) -> None:
+    path = tmp_path / name
+    if name == "a.parquet":
+        pyarrow.parquet.write_table(pyarrow.table({"other": [1]}), path)
+    else:
+        path.write_bytes(gzip.compress(b'{"text": "a"}\n' * 9)[:-12] if "gz" in name else b"a")
+    batches = list(read_documents(Segment(path, 0, path.stat().st_size), "text", ["set"]))
+    assert [batch.fields for batch in batches] == [{"set": [""] * len(b.texts)} for b in batches]

@@ -60,7 +60,7 @@ class CorpusSize(BaseModel, frozen=True, extra="forbid"):
     tokens_billions: float = Field(default=0, ge=0)
     """GPT-2's tokens."""
     core_hours: float = Field(default=0, ge=0)
-    """Of one core, to prepare it."""
+    """Hours of one core to prepare it."""
     source: str
     """Where the figures come from, and which are estimates."""
 
@@ -74,13 +74,13 @@ class KnownCorpus(BaseModel, frozen=True, extra="forbid"):
     repository: str
     """The wiki (`enwiki`), the owner and name of the data set, or the folder of the files."""
     repository_kind: Literal["datasets", "models"] = "datasets"
-    """Of Hugging Face."""
+    """The kind of repository on Hugging Face."""
     revision: str
     """The date of a dump, or a commit, tag or branch."""
     files: str
     """Regular expression; the files whose whole path it matches belong to the corpus."""
     listed: tuple[KnownFile, ...] = ()
-    """Of kind `files`: all files."""
+    """All files, for the kind `files`."""
     size: str
     figures: CorpusSize | None = None
     licence: str
@@ -151,9 +151,9 @@ def find_corpus(name: str) -> KnownCorpus:
         re.compile(corpus.files)
     except ValidationError as error:
         first = error.errors()[0]
-        place = ".".join(map(str, first["loc"]))
+        field = ".".join(map(str, first["loc"]))
         raise ConfigError(
-            f"{stem}: {place}: {first['msg']}", "compare it with a shipped one"
+            f"{stem}: {field}: {first['msg']}", "compare it with a shipped one"
         ) from None
     except re.error as error:
         hint = "write a regular expression in single quotes"

@@ -44,14 +44,17 @@ from trainyard.corpus.fetching.catalogue import (
 )
 from trainyard.corpus.fetching.web import Client, Network, PassingError, StoppedError
 from trainyard.corpus.sources.files import LISTING_NAME
-from trainyard.errors import SPACE, DataError, MachineError
+from trainyard.errors import SPACE, DataError, MachineError, explain_failure
 from trainyard.files import publish_text
 from trainyard.log import ProgressUpdate
 from trainyard.units import format_bytes
 
 _CHUNK_BYTES = 2**20
 _MAX_WRONG_FILES = 3
-_AGAIN = "run the same command again: it resumes where it stopped"
+_UNWRITABLE = (
+    f"{SPACE}, or choose another folder; then run the same command again: it resumes where it "
+    "stopped"
+)
 
 
 @dataclass(frozen=True)
@@ -96,10 +99,8 @@ def fetch(
     """
     network = network or Network()
     described = find_corpus(corpus)
-    try:
+    with explain_failure(f"{folder} cannot be written", _UNWRITABLE):
         folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise _unwritable(folder, error) from error
     with closing(_Downloads(folder, network, progress)) as downloads:
         listing = _pin_listing(described, "@" in corpus, folder, downloads.client)
         files = [file for file in listing.files if fnmatchcase(file.path, only)]
@@ -141,8 +142,8 @@ def _pin_listing(
         raise DataError(f"{path} is damaged: {error}", "fetch into a new folder") from None
     check_paths(listing)
     asked = f"{corpus.host}/{corpus.repository}"
-    known = (listing.revision, listing.asked_revision)
-    if listing.source != asked or (revision_given and corpus.revision not in known):
+    revisions = (listing.revision, listing.asked_revision)
+    if listing.source != asked or (revision_given and corpus.revision not in revisions):
         wanted = f"{asked} at {corpus.revision}"
         raise DataError(
             f"{folder} holds {listing.source} at {listing.revision}, not {wanted}",
@@ -170,11 +171,6 @@ def _describe_download(
         f"to fetch: {len(missing):,} of {len(files):,} files, {needed / 1e9:.3f} GB; "
         f"verified by {', '.join(checks)}; free here: {free / 1e9:,.1f} GB"
     )
-
-
-def _unwritable(path: Path, error: OSError) -> MachineError:
-    hint = f"{SPACE}, or choose another folder; then {_AGAIN}"
-    return MachineError(f"{path} cannot be written: {error.strerror}", hint)
 
 
 class _Downloads:
@@ -247,9 +243,9 @@ class _Downloads:
         """Fetches, verifies and names one file."""
         target = self._folder / file.path
         partial = _partial_of(target)
-        try:
+        problem = ""
+        with explain_failure(f"{target} cannot be written", _UNWRITABLE):
             target.parent.mkdir(parents=True, exist_ok=True)
-            problem = ""
             for _ in range(_MAX_WRONG_FILES):
                 try:
                     self.client.keep_trying(
@@ -264,8 +260,6 @@ class _Downloads:
                 _tag_of(partial).unlink(missing_ok=True)
                 self._add(0, n_whole=1)
                 return
-        except OSError as error:
-            raise _unwritable(target, error) from error
         raise DataError(
             f"{file.path} was wrong {_MAX_WRONG_FILES} times: {problem}",
             "the file has changed on the server, or a mirror is damaged: try another mirror, or "

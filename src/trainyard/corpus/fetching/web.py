@@ -146,15 +146,15 @@ class Client:
             url = f"{self._network.mirror.rstrip('/')}{parts.path}{query}"
         elif parts.scheme not in ("http", "https"):
             raise DataError(f"{url} is not an http(s) address", "correct the corpus file")
-        place = url
+        address = url
         for _ in range(_MAX_REDIRECTS + 1):
-            response = self._send(method, place, headers, url)
+            response = self._send(method, address, headers, url)
             target = response.get_redirect_location()
             if not target:
                 break
             response.drain_conn()
-            place, before = urljoin(place, target), place
-            if before.startswith("https:") and not place.startswith("https:"):
+            address, before = urljoin(address, target), address
+            if before.startswith("https:") and not address.startswith("https:"):
                 raise DataError(f"{url} redirects to an unencrypted address", "try a mirror")
         else:
             raise DataError(f"{url} cannot be reached: too many redirects", _UNREACHABLE)
@@ -164,24 +164,24 @@ class Client:
         return response
 
     def _send(
-        self, method: str, place: str, headers: Mapping[str, str], url: str
+        self, method: str, address: str, headers: Mapping[str, str], url: str
     ) -> urllib3.BaseHTTPResponse:
-        """Sends one request to a place that `url` leads to."""
+        """Sends one request to an address that `url` leads to."""
         sent = {**self._headers, **headers}
-        if self._network.token and place.startswith(_TAKES_THE_TOKEN):
+        if self._network.token and address.startswith(_TAKES_THE_TOKEN):
             sent["Authorization"] = f"Bearer {self._network.token}"
         # Every repetition is `keep_trying`, which can be stopped while it waits and also covers
         # bodies that end early.
         try:
-            pool = self._pools[find_proxy(self._network.proxies, place)]
+            pool = self._pools[find_proxy(self._network.proxies, address)]
             return pool.request(
-                method, place, headers=sent, retries=False, redirect=False, preload_content=False
+                method, address, headers=sent, retries=False, redirect=False, preload_content=False
             )
         except HTTPError as error:
-            for_ever = re.search(
+            is_final = re.search(
                 "CERTIFICATE_VERIFY_FAILED|Tunnel connection failed: 4", str(error)
             )
-            if for_ever or isinstance(error, LocationValueError):
+            if is_final or isinstance(error, LocationValueError):
                 raise DataError(f"{url} cannot be reached: {error}", _UNREACHABLE) from error
             raise PassingError(str(error)) from error
 

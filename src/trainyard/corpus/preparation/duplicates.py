@@ -105,8 +105,8 @@ def find_repeats(
         # Taken now: a full disk met later, through the mapping, would kill the process.
         os.posix_fallocate(file.fileno(), 0, max(total, 1))
     repeats = np.memmap(mask_file, np.bool_, "r+", shape=max(total, 1))
-    for found in _find_in_columns(key_files, columns, mask_file.parent, memory_bytes, total):
-        repeats[found] = True
+    for numbers in _find_in_columns(key_files, columns, mask_file.parent, memory_bytes, total):
+        repeats[numbers] = True
     repeats.flush()
     return ends
 
@@ -125,12 +125,12 @@ def _mix(values: Hashes) -> Hashes:
 def _hash_words(texts: Sequence[str]) -> tuple[Hashes, Counts]:
     """Hashes every word of every document: (words), and how many each document has."""
     n_words = np.zeros(len(texts), np.int64)
-    found = [np.empty(0, np.uint64)]
+    words_of_pieces = [np.empty(0, np.uint64)]
     for numbers, pieces in _cut(texts):
         hashes, piece_of_word = _hash_words_of_pieces(pieces)
-        found.append(hashes)
+        words_of_pieces.append(hashes)
         n_words += np.bincount(np.array(numbers)[piece_of_word], minlength=len(texts))
-    words = np.concatenate(found)
+    words = np.concatenate(words_of_pieces)
     wordless = np.flatnonzero(n_words == 0)
     whole = [int.from_bytes(_digest(texts[number], 8), "little") for number in wordless.tolist()]
     words = np.insert(words, np.cumsum(n_words)[wordless], np.array(whole, np.uint64))

@@ -44,7 +44,7 @@ from trainyard.data.sidecar import (
     load_sidecar,
     save_sidecar,
 )
-from trainyard.errors import DataError, MachineError, printable
+from trainyard.errors import DataError, MachineError, explain_failure, printable
 from trainyard.files import BlockChecksum, BlockWriter, FileRecord, explain_disk_errors
 
 _COPY_BYTES = 16 * 2**20
@@ -67,9 +67,9 @@ class FinishedUnit:
     result: UnitResult
     prefix: Path
     lines_before: int
-    """Of the same file, in units before."""
+    """Lines of the same file in earlier units."""
     repeats: npt.NDArray[np.uint8] | None = None
-    """Of each document: the comparing step, from 1, that it falls in; 0: none."""
+    """For each document the comparing step that drops it, from 1; 0: none."""
 
 
 class EmptyCorpusError(DataError):
@@ -183,13 +183,10 @@ def check_unchanged(sources: Sequence[SourceRecord]) -> None:
         DataError: names the first one.
     """
     for source in sources:
-        try:
+        problem = f"{printable(source.path)} can no longer be read"
+        hint = "put it back; then run the same command again"
+        with explain_failure(problem, hint, DataError):
             status = Path(source.path).stat()
-        except OSError as error:
-            raise DataError(
-                f"{printable(source.path)} can no longer be read: {error.strerror}",
-                "put it back; then run the same command again",
-            ) from error
         if (status.st_size, status.st_mtime_ns) != (source.size_bytes, source.modified_ns):
             raise DataError(
                 f"{printable(source.path)} changed while it was read: {source.size_bytes} bytes "

@@ -15,6 +15,7 @@ from __future__ import annotations
 import hashlib
 import unicodedata
 from collections import Counter
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from importlib.metadata import version
@@ -55,60 +56,51 @@ class Identity(msgspec.Struct, frozen=True, kw_only=True):
         """Refuses work that was begun with other options, another tokenizer or other inputs.
 
         Args:
-            other: what was found at `place`.
+            other: the identity recorded at `place`.
             place: where, and what happened there: "data/web.work was begun".
             hint: what to do about it.
 
         Raises:
             DataError: names the first difference.
         """
-        self._check_sources(other, place, hint)
+        for difference in self._differences(other, place):
+            raise DataError(difference, hint)
+
+    def _list_changes(self, other: Identity, place: str) -> Iterator[str]:
+        mine = {source.path: source for source in self.sources}
+        for theirs in other.sources:
+            shown, ours = printable(theirs.path), mine.pop(theirs.path, None)
+            if ours is None:
+                yield f"{place} with {shown}, which is not an input now"
+            elif ours.size_bytes != theirs.size_bytes:
+                sizes = f"it has {ours.size_bytes} bytes now, {theirs.size_bytes} then"
+                yield f"{shown} changed since {place}: {sizes}"
+            elif ours != theirs:
+                times = "its size is the same, its time of change is not"
+                yield f"{shown} changed since {place}: {times}"
+        for path in mine:
+            yield f"{place} without {printable(path)}"
+
+    def _differences(self, other: Identity, place: str) -> Iterator[str]:
+        yield from self._list_changes(other, place)
         for name, value in self.options.items():
             if other.options.get(name) != value:
-                raise DataError(
-                    f"{place} with {name}={other.options.get(name)!r}, not {name}={value!r}",
-                    hint,
-                )
+                yield f"{place} with {name}={other.options.get(name)!r}, not {name}={value!r}"
         if other.tokenizer != self.tokenizer:
-            raise DataError(
-                f"{place} with another tokenizer, of the fingerprint "
-                f"{other.tokenizer[:16]}, not {self.tokenizer[:16]}",
-                hint,
-            )
+            fingerprints = f"{other.tokenizer[:16]}, not {self.tokenizer[:16]}"
+            yield f"{place} with another tokenizer, of the fingerprint {fingerprints}"
         if other.unit_bytes != self.unit_bytes:
-            raise DataError(
-                f"{place} in units of {other.unit_bytes} bytes, not {self.unit_bytes}",
-                hint,
-            )
+            yield f"{place} in units of {other.unit_bytes} bytes, not {self.unit_bytes}"
         if other.version != self.version:
-            raise DataError(f"{place} by {other.version}, this is {self.version}", hint)
+            yield f"{place} by {other.version}, this is {self.version}"
         if other != self:
-            raise DataError(f"{place} with the inputs in another order", hint)
+            yield f"{place} with the inputs in another order"
 
     def differs_in_contents(self, other: Identity) -> bool:
         """Returns whether the same work is on the same files, some of which changed."""
-        paths = [[source.path for source in each.sources] for each in (self, other)]
-        rest = msgspec.structs.replace(other, sources=self.sources)
-        return self != other and paths[0] == paths[1] and rest == self
-
-    def _check_sources(self, other: Identity, place: str, hint: str) -> None:
-        mine = {source.path: source for source in self.sources}
-        for theirs in other.sources:
-            ours = mine.pop(theirs.path, None)
-            if ours is None:
-                raise DataError(
-                    f"{place} with {printable(theirs.path)}, which is not an input now", hint
-                )
-            if ours != theirs:
-                how = (
-                    f"it has {ours.size_bytes} bytes now, {theirs.size_bytes} then"
-                    if ours.size_bytes != theirs.size_bytes
-                    else "its size is the same, its time of change is not"
-                )
-                changed = printable(theirs.path)
-                raise DataError(f"{changed} changed since {place}: {how}", hint)
-        if mine:
-            raise DataError(f"{place} without {printable(next(iter(mine)))}", hint)
+        if [source.path for source in self.sources] != [source.path for source in other.sources]:
+            return False
+        return self != other and msgspec.structs.replace(other, sources=self.sources) == self
 
 
 @dataclass(frozen=True)

@@ -62,7 +62,7 @@ from trainyard.corpus.sources.files import format_of
 from trainyard.data.sidecar import Sidecar, TokenizerRecord, load_sidecar
 from trainyard.data.tokenizer import tokenizer_name
 from trainyard.data.vocabulary import GPT2, Vocabulary, load_vocabulary
-from trainyard.errors import DataError, MachineError
+from trainyard.errors import DataError, MachineError, explain_failure
 from trainyard.log import build_logger
 from trainyard.units import format_bytes
 
@@ -339,11 +339,8 @@ def make_output_folder(corpus: Corpus) -> None:
         MachineError: it cannot be made or written.
     """
     folder = Path(corpus.output).parent
-    try:
+    with explain_failure(f"the output folder {folder} cannot be made", "choose another"):
         folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        problem = f"the output folder {folder} cannot be made: {error.strerror}"
-        raise MachineError(problem, "choose another") from error
     if not os.access(folder, os.W_OK):
         raise MachineError(f"the output folder {folder} cannot be written", "choose another")
 

@@ -55,15 +55,15 @@ def write_run_file(corpus: Corpus, sidecars: list[Sidecar]) -> RunFile:
     body, minutes = _render(corpus, sidecars)
     command = f"trainyard train {shlex.quote(str(path))} --minutes {minutes}"
     try:
-        found = path.read_text(encoding="utf-8", errors="replace")
+        existing = path.read_text(encoding="utf-8", errors="replace")
     except FileNotFoundError:
-        found = ""
+        existing = ""
     except OSError as error:
         return RunFile(
             path, f"{printable(path)} cannot be read ({error.strerror}): left as it is", ""
         )
-    first, rest = _FIRST_LINE.match(found), found.partition("\n")[2]
-    if found and first is None:
+    first, rest = _FIRST_LINE.match(existing), existing.partition("\n")[2]
+    if existing and first is None:
         return RunFile(path, f"{printable(path)} was not written by prepare: left as it is", "")
     if first is not None and first[2] != _checksum(rest):
         return RunFile(path, f"{printable(path)} has been edited: left as it is", command)

@@ -38,7 +38,7 @@ WORD = 2
 SPACE = 4
 """Whitespace by str.isspace."""
 ALONE = 8
-"""Of a script without spaces; counts as a word."""
+"""A character of a script without spaces; counts as a word."""
 
 # Nothing above is a letter but rare variation selectors.
 _TABLE_SIZE = 0x32400
@@ -87,7 +87,7 @@ def apply_steps(
             texts = [normalize(text, step) for text in texts]
             sizes = [count_bytes(text) for text in texts]
         else:
-            reasons = _judge(step, texts, fields)
+            reasons = _reasons_to_drop(step, texts, fields)
             if any(reasons):
                 kept, before = [reason == KEPT for reason in reasons], texts
                 texts, sizes = list(compress(texts, kept)), list(compress(sizes, kept))
@@ -161,9 +161,9 @@ def _lacks_stop_words(text: str, stop_words: tuple[str, ...]) -> bool:
     """Returns whether a text has not two different ones."""
     if not stop_words:
         return False
-    found = (match[0] for match in _stop_word_pattern(stop_words).finditer(text))
-    first = next(found, None)
-    return all(word == first for word in found)
+    words = (match[0] for match in _stop_word_pattern(stop_words).finditer(text))
+    first = next(words, None)
+    return all(word == first for word in words)
 
 
 @functools.cache
@@ -243,13 +243,13 @@ def _repetition_rules(
 @functools.cache
 def _powers() -> tuple[npt.NDArray[np.uint64], npt.NDArray[np.uint64]]:
     factors = (_FACTOR, pow(_FACTOR, -1, 2**64))
-    first, second = (np.full(_MOST_CHARACTERS, each, np.uint64) for each in factors)
+    first, second = (np.full(_MOST_CHARACTERS, factor, np.uint64) for factor in factors)
     return np.cumprod(first), np.cumprod(second)
 
 
 def _differences(borders: npt.NDArray[Any]) -> npt.NDArray[Any]:
-    found: npt.NDArray[Any] = borders[1:] - borders[:-1]  # np.diff is four times as slow
-    return found
+    differences: npt.NDArray[Any] = borders[1:] - borders[:-1]  # np.diff takes four times as long
+    return differences
 
 
 def _n_grams(words: npt.NDArray[np.uint64], n: int) -> npt.NDArray[np.uint64]:
@@ -272,8 +272,8 @@ def _top_n_gram(
     count = int(counts[top])
     if count <= 1:
         return count, 0.0
-    place = int(np.flatnonzero(keys == ordered[borders[top]])[0])
-    return count, min(1.0, float(lengths[place : place + n].sum() * count / lengths.sum()))
+    start = int(np.flatnonzero(keys == ordered[borders[top]])[0])
+    return count, min(1.0, float(lengths[start : start + n].sum() * count / lengths.sum()))
 
 
 def _repeated_share(
@@ -290,14 +290,14 @@ def _repeated_share(
     return float(lengths[is_inside].sum() / lengths.sum())
 
 
-def _judge(
+def _reasons_to_drop(
     step: Keep | LengthLimits | Quality, texts: list[str], fields: dict[str, list[str]]
 ) -> list[str]:
     """Returns the reason to drop each document, or KEPT."""
     if isinstance(step, Keep):
-        verdicts = dict.fromkeys(step.values, KEPT)
+        reasons_by_value = dict.fromkeys(step.values, KEPT)
         reason = f"not kept: {step.field}"
-        return [verdicts.get(value, reason) for value in fields[step.field]]
+        return [reasons_by_value.get(value, reason) for value in fields[step.field]]
     if isinstance(step, LengthLimits):
         return [_length_fault(text, step) for text in texts]
     return [quality_fault(text, step) for text in texts]

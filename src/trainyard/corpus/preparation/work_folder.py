@@ -320,7 +320,7 @@ class Progress:
     documents: int
     tokens: int
     bytes_per_second: float
-    """Of input, by the workers that are alive."""
+    """The rate of input of the workers that are alive."""
     workers: dict[str, tuple[WorkerState, bool]]
     """By name: its status, and whether it is alive."""
     stopped: list[str]

@@ -210,16 +210,16 @@ class CorpusWorker:
 
         Looks at what was done before this process began, when a machine may have crashed.
         """
-        n_bad = 0
+        bad = []
         for piece in pieces:
             if (piece, with_tokens) in self._sound or not self._folder.is_of_before(piece):
                 continue
             if self._is_sound(piece, with_tokens=with_tokens):
                 self._sound.add((piece, with_tokens))
-                continue
-            self._put_back(piece)
-            n_bad += 1
-        return n_bad == 0
+            else:
+                self._put_back(piece)
+                bad.append(piece)
+        return not bad
 
     def _put_back(self, piece: str) -> None:
         message = "%s: %s is damaged or lost; it is made anew"

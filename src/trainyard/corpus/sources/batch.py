@@ -22,7 +22,7 @@ class Fault:
     n_documents: int = 1
 
 
-@dataclass(frozen=True)
+@dataclass
 class Batch:
     """Consecutive documents of a segment.
 

@@ -285,7 +285,7 @@ def _read_bzip2(file: BinaryIO, start: int, end: int) -> Iterator[UnpackedChunk]
 
 def _find_magics(buffer: bytes, base: int, searched: int) -> list[_Magic]:
     """Lists the magic numbers of `buffer` from bit `searched` of the file on, in order."""
-    found: list[_Magic] = []
+    magics: list[_Magic] = []
     for shift, is_block, pattern in _PATTERNS:
         magic = _BLOCK_MAGIC if is_block else _END_MAGIC
         # The magic number ends `shift` bits before the end of the byte behind the pattern's last,
@@ -295,8 +295,8 @@ def _find_magics(buffer: bytes, base: int, searched: int) -> list[_Magic]:
             bit = (position + 5) * 8 + shift - _MAGIC_BITS
             position += 1
             if bit >= 0 and base * 8 + bit >= searched and _bits(buffer, bit, 48) == magic:
-                found.append(_Magic(base * 8 + bit, is_block))
-    return sorted(found)
+                magics.append(_Magic(base * 8 + bit, is_block))
+    return sorted(magics)
 
 
 def _bits(buffer: bytes, start: int, n_bits: int) -> int:

@@ -21,7 +21,7 @@ from trainyard.corpus.sources.jsonl import (
 )
 from trainyard.corpus.sources.tables import read_table
 from trainyard.corpus.sources.wikipedia import read_wikipedia
-from trainyard.errors import DataError, printable
+from trainyard.errors import DataError, explain_failure, printable
 
 _MAGICS = {".gz": b"\x1f\x8b", ".bz2": b"BZh", ".xz": b"\xfd7zXZ\0", ".zst": b"\x28\xb5\x2f\xfd"}
 
@@ -41,21 +41,20 @@ def read_documents(
         DataError: the file cannot be opened or read.
     """
     n_lines = 0
-    try:
-        for batch in _read(segment, key, fields, split_on):
-            if split_on:
-                _split_texts(batch, split_on)
-            n_lines += batch.n_lines
-            for field in fields:  # the format has none, or nothing could be read
-                batch.fields.setdefault(field, [""] * len(batch.texts))
-            batch.faults[:] = [_say_how_to_convert(fault, segment.path) for fault in batch.faults]
-            yield batch
-    except OSError as error:
-        problem = f"{printable(segment.path)} cannot be read: {error.strerror or error}"
-        raise DataError(problem, "check that the file is there and may be read") from error
-    except DamagedFileError as error:
-        fault = _explain_damage(error, segment.path, n_lines)
-        yield Batch([], 0, 0, [fault], {field: [] for field in fields})
+    problem = f"{printable(segment.path)} cannot be read"
+    with explain_failure(problem, "check that the file is there and may be read", DataError):
+        try:
+            for batch in _read(segment, key, fields, split_on):
+                if split_on:
+                    _split_texts(batch, split_on)
+                n_lines += batch.n_lines
+                for field in fields:  # the format has none, or nothing could be read
+                    batch.fields.setdefault(field, [""] * len(batch.texts))
+                batch.faults[:] = [_say_how_to_convert(f, segment.path) for f in batch.faults]
+                yield batch
+        except DamagedFileError as error:
+            fault = _explain_damage(error, segment.path, n_lines)
+            yield Batch([], 0, 0, [fault], {field: [] for field in fields})
 
 
 def _read(segment: Segment, key: str, fields: Sequence[str], split_on: str) -> Iterator[Batch]:

@@ -188,11 +188,11 @@ class _LineDecoder:
             return Fault("not a string", number, detail, "fix the line, or leave it out", line)
         document = self._kind(text, *map(value.get, self._names))
         rendered = {field: column[0] for field, column in self.columns([document]).items()}
-        for name, found in {self._key: text, **rendered}.items():
+        for name, value in {self._key: text, **rendered}.items():
             try:
-                found.encode()
+                value.encode()
             except UnicodeEncodeError as error:
-                code = f"\\u{ord(found[error.start]):04x}"
+                code = f"\\u{ord(value[error.start]):04x}"
                 detail = f'"{name}" holds the lone surrogate {code} at character {error.start}'
                 hint = "it is half a character: write it whole"
                 return Fault("lone surrogate", number, detail, hint, line)

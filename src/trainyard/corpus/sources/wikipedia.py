@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import html
 import re
-from collections import Counter
 from collections.abc import Iterator
 from typing import NamedTuple
 
@@ -29,6 +28,7 @@ from trainyard.corpus.sources.blocks import (
 )
 from trainyard.corpus.sources.files import Segment, format_of
 from trainyard.corpus.sources.wikitext import clean_wikitext
+from trainyard.data.sidecar import add_counts
 
 MAX_PAGE_BYTES = 64 * 2**20
 _BATCH_CHARACTERS = 2**19
@@ -65,99 +65,86 @@ def read_wikipedia(segment: Segment) -> Iterator[Batch]:
     Raises:
         DamagedFileError: a compressed file is corrupt or cut short; what comes before was yielded.
     """
-    pages = _read_pages(segment)
-    n_pages = 0
-    ended: Exception | None = None
-    while ended is None:
-        batch, ended = _collect(pages, n_pages)
-        n_pages += batch.n_lines
-        if batch.n_lines or batch.n_bytes:
-            yield batch
-    if isinstance(ended, DamagedFileError):
-        raise ended
+    batch, n_pages, n_characters = Batch([], 0, 0), 0, 0
+    damage = None
+    try:
+        for page in _read_pages(segment):
+            if isinstance(page, int):
+                batch.n_bytes += page
+            else:
+                n_pages += 1
+                n_characters += _add_page(page, n_pages, batch)
+            if n_characters >= _BATCH_CHARACTERS or batch.n_bytes >= _READ_BYTES:
+                yield batch
+                batch, n_characters = Batch([], 0, 0), 0
+    except DamagedFileError as error:
+        damage = error
+    if batch.n_lines or batch.n_bytes:
+        yield batch
+    if damage is not None:
+        raise damage
 
 
-def _collect(pages: Iterator[_Page | int], n_before: int) -> tuple[Batch, Exception | None]:
-    """Fills one batch; also says what ended the pages, if they ended: damage or StopIteration."""
-    texts: list[str] = []
-    faults: list[Fault] = []
-    dropped: Counter[str] = Counter()
-    lost: Counter[str] = Counter()
-    n_pages = n_characters = n_bytes = 0
-    ended: Exception | None = None
-    while ended is None and n_characters < _BATCH_CHARACTERS and n_bytes < _READ_BYTES:
-        try:
-            page = next(pages)
-        except (StopIteration, DamagedFileError) as error:
-            ended = error
-            continue
-        if isinstance(page, int):
-            n_bytes += page
-            continue
-        n_pages += 1
-        result = _read_article(page, n_before + n_pages, lost)
-        if isinstance(result, Fault):
-            faults.append(result)
-        elif isinstance(result, _Dropped):
-            dropped[result.reason] += 1
-        else:
-            texts.append(result)
-            n_characters += len(result)
-    batch = Batch(
-        texts, n_pages, n_bytes, faults, dropped=dict(dropped), dropped_sentences=dict(lost)
-    )
-    return batch, ended
-
-
-class _Dropped(NamedTuple):
-    reason: str
-
-
-def _read_article(page: _Page, number: int, lost: Counter[str]) -> str | _Dropped | Fault:
-    found = _TITLE.search(page.data)
-    title = html.unescape(found[1].decode(errors="replace")) if found else "without a title"
-    head, text, problem = _split(page)
-    if problem:
-        kind = "too long" if problem == _TOO_LONG else "damaged page"
-        return Fault(kind, number, f"the page {title!r} {problem}", _HINT, page.data[: 2**16])
+def _add_page(page: _Page, number: int, batch: Batch) -> int:
+    """Adds the article of a page, its fault, or why it is dropped; returns its characters."""
+    batch.n_lines += 1
+    match = _TITLE.search(page.data)
+    title = html.unescape(match[1].decode(errors="replace")) if match else "without a title"
+    try:
+        head, text = _split(page)
+    except _PageError as error:
+        kind = "too long" if str(error) == _TOO_LONG else "damaged page"
+        problem = f"the page {title!r} {error}"
+        batch.faults.append(Fault(kind, number, problem, _HINT, page.data[: 2**16]))
+        return 0
     namespace = _NAMESPACE.search(head)
-    if namespace and namespace[1] != b"0":
-        return _Dropped("other namespace")
     wikitext = html.unescape(text.decode())
-    if b"<redirect" in head or _REDIRECT.match(wikitext):
-        return _Dropped("redirect")
-    if _DISAMBIGUATION.search(wikitext):
-        return _Dropped("disambiguation")
-    article = clean_wikitext(wikitext, lost)
-    return f"{title}\n\n{article}" if article else _Dropped("no text")
+    article = ""
+    if namespace and namespace[1] != b"0":
+        reason = "other namespace"
+    elif b"<redirect" in head or _REDIRECT.match(wikitext):
+        reason = "redirect"
+    elif _DISAMBIGUATION.search(wikitext):
+        reason = "disambiguation"
+    else:
+        reason, article = "no text", clean_wikitext(wikitext, batch.dropped_sentences)
+    if not article:
+        add_counts(batch.dropped, {reason: 1})
+        return 0
+    batch.texts.append(f"{title}\n\n{article}")
+    return len(batch.texts[-1])
 
 
 _TOO_LONG = f"is longer than {MAX_PAGE_BYTES // 2**20} MiB"
 
 
-def _split(page: _Page) -> tuple[bytes, bytes, str]:
-    """Returns the text before a page's wikitext, the wikitext, and their problem."""
+class _PageError(Exception):
+    """What is wrong with a page."""
+
+
+def _split(page: _Page) -> tuple[bytes, bytes]:
+    """Returns what is before a page's wikitext, and the wikitext."""
     if page.problem:
-        return b"", b"", page.problem
+        raise _PageError(page.problem)
     tag = None
     for tag in _TEXT.finditer(page.data):  # noqa: B007 (the last revision of the page)
         pass
     if tag is None:
-        return b"", b"", "has no <text>"
+        raise _PageError("has no <text>")
     if tag[1]:
-        return page.data[: tag.start()], b"", ""
+        return page.data[: tag.start()], b""
     end = page.data.rfind(b"</text>")
     if end < tag.end():
-        return b"", b"", "has no </text>"
+        raise _PageError("has no </text>")
     text = page.data[tag.end() : end]
     if wrong := _MALFORMED.search(text):
         sample = text[wrong.start() : wrong.start() + 12].decode(errors="replace")
-        return b"", b"", f"is not well-formed XML at {sample!r}"
+        raise _PageError(f"is not well-formed XML at {sample!r}")
     try:
         text.decode()
     except UnicodeDecodeError as error:
-        return b"", b"", f"is not valid UTF-8 at byte {error.start} of its text"
-    return page.data[: tag.start()], text, ""
+        raise _PageError(f"is not valid UTF-8 at byte {error.start} of its text") from error
+    return page.data[: tag.start()], text
 
 
 def _read_chunks(segment: Segment) -> Iterator[UnpackedChunk]:

@@ -22,10 +22,10 @@ from __future__ import annotations
 
 import html
 import re
-from collections import Counter
 from collections.abc import Callable
 
 from trainyard.corpus.sources.wikitext_templates import LOST, NEWLINE, PROTECTED, render_template
+from trainyard.data.sidecar import add_counts
 
 # Templates in templates: MediaWiki stops at 40; the bound keeps hostile pages linear.
 _MAX_DEPTH = 64
@@ -125,7 +125,7 @@ _ABBREVIATION = re.compile(
 )
 
 
-def clean_wikitext(wikitext: str, lost: Counter[str] | None = None) -> str:
+def clean_wikitext(wikitext: str, lost: dict[str, int] | None = None) -> str:
     """Returns the readable text of a page: paragraphs, headings and "- item" lines, no markup.
 
     Adds to `lost` the sentences left out, by the template that could not be rendered.
@@ -135,7 +135,7 @@ def clean_wikitext(wikitext: str, lost: Counter[str] | None = None) -> str:
         text = _ENTITY.sub(_decode_entity, text)
     text = _clean_inline(_resolve_brackets(text))
     if LOST in text:
-        text = _drop_sentences(text, Counter() if lost is None else lost)
+        text = _drop_sentences(text, {} if lost is None else lost)
     return _restore(_lay_out(text))
 
 
@@ -283,7 +283,7 @@ def _keep_elision(line: str) -> str:
     return _ELISION.sub("''''", line, count=1) if odd else line
 
 
-def _drop_sentences(text: str, lost: Counter[str]) -> str:
+def _drop_sentences(text: str, lost: dict[str, int]) -> str:
     """Leaves out sentences with a template that could not be rendered; counts each by the first.
 
     A sentence with a hole in it, or with a number missing, says something else. So it goes as a
@@ -298,13 +298,13 @@ def _drop_sentences(text: str, lost: Counter[str]) -> str:
     )
 
 
-def _drop(block: str, lost: Counter[str]) -> str:
+def _drop(block: str, lost: dict[str, int]) -> str:
     if block[0] == "=":
         return _MARK.sub("", block)
 
     def count(part: str) -> str:
         if any(character.isalnum() for character in _MARK.sub("", part)):
-            lost.update(_MARK.findall(part)[:1])
+            add_counts(lost, dict.fromkeys(_MARK.findall(part)[:1], 1))
         return ""
 
     body = _IN_BRACKETS.sub(lambda match: count(match[0]), block)
@@ -381,5 +381,5 @@ def _read_line(raw: str) -> tuple[str, int, str]:
 
 
 def _without_leading_stops(text: str) -> str:
-    found = _LEFT_IN_FRONT.match(text)
-    return text[found.end() :] if found else text
+    match = _LEFT_IN_FRONT.match(text)
+    return text[match.end() :] if match else text
