@@ -63,13 +63,13 @@ class OldFolder(WorkFolder):
 
     clock: Clock
 
-    def list(self, folder: str) -> list[str]:
+    def list_names(self, folder: str) -> list[str]:
         """Lists what was there a moment ago."""
         self.clock.n_calls += 1
         since, names = self.clock.lists.get(folder, (float("-inf"), []))
         if self.clock.now - since >= OLD_SECONDS:
             before = self.clock.n_calls
-            names = super().list(folder)
+            names = super().list_names(folder)
             self.clock.n_calls = before
             self.clock.lists[folder] = (self.clock.now, names)
         return names

@@ -14,7 +14,9 @@ from unittest.mock import Mock
 import msgspec
 import numpy as np
 import pytest
+from tests.command import Fork
 from tests.data.families import ENDS, TEXTS, build_content, load_reference, write_folder
+from tests.waiting import wait_until
 
 from trainyard.config.corpus import Corpus, output_prefixes
 from trainyard.corpus.preparation import worker
@@ -257,6 +259,32 @@ def test_published_tokenizers_give_the_ids_of_the_reference(
         several = read_output(prefix_of(corpus))
         run(corpus, workers=1, overwrite=True)
         assert read_output(prefix_of(corpus)) == several
+
+
+def test_several_commands_share_the_work(
+    corpus: Corpus, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run(corpus, unit_bytes=4000)
+    expected = read_output(prefix_of(corpus))
+    for path in tmp_path.glob("out_*"):
+        path.unlink()
+    log = tmp_path / "log"
+    work = UnitWorker.run
+
+    def run_unit(self: UnitWorker, unit: list[Segment], *rest: Any) -> Any:
+        with log.open("a") as file:
+            file.write(f"{os.getpid()} {unit[0].path.name} {unit[0].start}\n")
+        wait_until(lambda: len({line.split()[0] for line in log.read_text().splitlines()}) == 3)
+        return work(self, unit, *rest)
+
+    monkeypatch.setattr(UnitWorker, "run", run_unit)
+    forks = [Fork(lambda: run(corpus, unit_bytes=4000)) for _ in range(3)]
+    assert [fork.wait().returncode for fork in forks] == [0, 0, 0]
+    units = [line.split()[1:] for line in log.read_text().splitlines()]
+    assert len(set(map(tuple, units))) == len(units), "no unit is done twice"
+    assert read_output(prefix_of(corpus)) == expected
+    log.unlink()
+    assert leftovers(tmp_path) == [*FILES, "out_text_document.quarantine.jsonl"]
 
 
 def test_only_the_first_places_of_a_kind_are_kept(corpus: Corpus, tmp_path: Path) -> None:

@@ -47,7 +47,9 @@ def enter(path: Path, worker: str, stale_seconds: float = 60.0) -> WorkFolder:
 
 
 def take_over(folder: WorkFolder, pieces: list[str] = PIECES) -> str | None:
-    return folder.take_over([piece for piece in pieces if piece in folder.list("claims")], str)
+    return folder.take_over(
+        [piece for piece in pieces if piece in folder.list_names("claims")], str
+    )
 
 
 @pytest.fixture
@@ -72,15 +74,15 @@ def test_a_folder_appears_whole(tmp_path: Path) -> None:
 def test_the_way_of_a_piece(tmp_path: Path) -> None:
     folder = make(tmp_path / "x.work")
     assert all(map(folder.claim, PIECES))
-    assert folder.list("claims") == PIECES
+    assert folder.list_names("claims") == PIECES
     folder.finish(PIECES[0], b'{"a": 1}')
     assert (folder.path / "done" / PIECES[0]).read_bytes() == b'{"a": 1}'
     folder.release(PIECES[1])
     folder.stop(PIECES[2], b"why")
     assert (folder.path / "stopped" / PIECES[2]).read_bytes() == b"why"
-    assert folder.list("claims") == []
+    assert folder.list_names("claims") == []
     folder.clear()
-    assert folder.list("stopped") == []
+    assert folder.list_names("stopped") == []
     assert not folder.claim(PIECES[0]), "it is done"
     assert folder.claim(PIECES[2])
 
@@ -118,14 +120,14 @@ def test_a_folder_of_another_plan_keeps_its_pieces(tmp_path: Path) -> None:
     assert WorkFolder(folder.path, FAR).replace_plan(b"new plan", [*PIECES[1:], "unit-d"]) == 1
     assert folder.read_plan() == b"new plan"
     assert [path.name for path in folder.parts.iterdir()] == [f"{PIECES[1]}.bin"]
-    assert folder.list("done") == [PIECES[1]]
+    assert folder.list_names("done") == [PIECES[1]]
 
 
 def race(path: Path, pieces: list[str], seed: int) -> list[str]:
     """Takes pieces until all are done, and gives every fifth back."""
     folder, order, taken = enter(path, name_process(os.getpid())), random.Random(seed), []
     for turn in itertools.count():
-        claimed, done = set(folder.list("claims")), set(folder.list("done"))
+        claimed, done = set(folder.list_names("claims")), set(folder.list_names("done"))
         if len(done) == len(pieces):
             return taken
         free = [piece for piece in pieces if piece not in claimed | done][:40]
@@ -151,8 +153,8 @@ def test_racing_processes_never_get_the_same_piece(tmp_path: Path) -> None:
     # Taken once more than it was given back, however many processes asked for it.
     assert [taken[piece] - taken[f"back {piece}"] for piece in pieces] == [1] * len(pieces)
     assert sum(len(share) > 0 for share in shares) > 1
-    assert folder.list("done") == pieces
-    assert folder.list("claims") == []
+    assert folder.list_names("done") == pieces
+    assert folder.list_names("claims") == []
 
 
 def test_a_dead_process_of_this_machine_loses_its_claim(
@@ -166,7 +168,7 @@ def test_a_dead_process_of_this_machine_loses_its_claim(
     other.kill()
     os.waitid(os.P_PID, other.pid, os.WEXITED | os.WNOWAIT)
     assert take_over(folder) == PIECES[0]  # its exit code is still there: a zombie is dead
-    assert folder.list("scratch") == [ME]
+    assert folder.list_names("scratch") == [ME]
     other.wait()
     assert take_over(folder) is None
     assert [alive for _, alive in folder.read_states().values()].count(False) == 1
@@ -181,7 +183,7 @@ def test_neither_a_dead_process_nor_another_of_its_number_keeps_a_claim(tmp_path
         for release in (folder.release_dead, folder.clear, lambda: take_over(folder)):
             enter(folder.path, worker).claim(PIECES[0])
             release()
-            assert worker not in folder.list("scratch")
+            assert worker not in folder.list_names("scratch")
             assert folder.claim(PIECES[0]) or (folder.path / "claims/unit-a").read_text() == ME
             folder.release(PIECES[0])
 
@@ -202,7 +204,7 @@ def test_a_far_process_loses_its_claim_when_it_is_silent(
         assert take_over(folder) is None
     assert folder.read_states()[FAR][1], "it is alive"
     folder.clear()
-    assert folder.list("claims") == PIECES[:1], "it lives as far as another machine can tell"
+    assert folder.list_names("claims") == PIECES[:1], "it lives as far as another machine can tell"
     now += 61.0
     assert take_over(folder) == PIECES[0]
     assert (folder.path / "claims" / PIECES[0]).read_text() == ME
@@ -224,8 +226,8 @@ def test_what_a_slow_process_finished_after_all_stays_finished(tmp_path: Path) -
     far.finish(PIECES[0], b"{}")
     assert not far.claim(PIECES[0])
     folder.finish(PIECES[0], b"{}")
-    assert folder.list("done") == [PIECES[0]]
-    assert folder.list("claims") == []
+    assert folder.list_names("done") == [PIECES[0]]
+    assert folder.list_names("claims") == []
 
 
 def test_a_claim_left_on_a_finished_piece_is_dropped(tmp_path: Path) -> None:
@@ -233,7 +235,7 @@ def test_a_claim_left_on_a_finished_piece_is_dropped(tmp_path: Path) -> None:
     enter(folder.path, FAR).claim(PIECES[0])
     (folder.path / "done" / PIECES[0]).write_text("{}")  # killed just before the claim went
     assert [take_over(folder) for _ in range(2)] == [None, None]
-    assert folder.list("claims") == []
+    assert folder.list_names("claims") == []
 
 
 def test_a_piece_at_which_three_workers_died_is_named(tmp_path: Path) -> None:
@@ -260,7 +262,7 @@ def test_files_of_the_file_system_are_no_pieces(tmp_path: Path, place: str) -> N
     folder = make(tmp_path / "x.work")
     (folder.path / place / ".nfs00000000012345").write_text("{}")
     folder.clear()
-    assert folder.list("claims") == []
+    assert folder.list_names("claims") == []
     assert list(folder.read_states()) == [ME]
 
 

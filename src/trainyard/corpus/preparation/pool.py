@@ -65,7 +65,7 @@ def work_in_processes(
                     continue
                 with suppress(FileNotFoundError):
                     n_deaths, before = n_deaths + 1, n_done
-                    n_done = len(folder.list("done"))
+                    n_done = len(folder.list_names("done"))
                     n_deaths = n_deaths if n_done == before else 1
                 if n_deaths > workers * MAX_ATTEMPTS:
                     raise MachineError(

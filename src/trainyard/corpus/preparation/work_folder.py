@@ -139,27 +139,27 @@ class WorkFolder:
         draft.rename(self.path / "plan.json")
         kept = set(pieces)
         for folder in ("done", "parts"):
-            for name in self.list(folder):
+            for name in self.list_names(folder):
                 if name.partition(".")[0] not in kept:
                     (self.path / folder / name).unlink(missing_ok=True)
-        return len(kept.intersection(self.list("done")))
+        return len(kept.intersection(self.list_names("done")))
 
     def clear(self) -> None:
         """Forgets the faults and deaths of earlier commands, and releases what they claimed."""
         for folder in _FOLDERS:  # one may be lost after a crash
             (self.path / folder).mkdir(exist_ok=True)
         for folder in ("stopped", "deaths"):
-            for name in self.list(folder):
+            for name in self.list_names(folder):
                 (self.path / folder / name).unlink(missing_ok=True)
         self.release_dead()
 
     def release_dead(self) -> None:
         """Removes the claims and scratch folders of dead processes of this machine."""
-        for piece in self.list("claims"):
+        for piece in self.list_names("claims"):
             with suppress(FileNotFoundError):
                 if is_running((self.path / "claims" / piece).read_text()) is False:
                     self.release(piece)
-        for worker in self.list("scratch"):
+        for worker in self.list_names("scratch"):
             if is_running(worker) is False:
                 shutil.rmtree(self.path / "scratch" / worker, ignore_errors=True)
 
@@ -167,7 +167,7 @@ class WorkFolder:
         """Announces this process; to be called before it claims."""
         self.scratch.mkdir(exist_ok=True)
         self.beat(WorkerState(started=time.time()))
-        self._before = frozenset(self.list("done"))
+        self._before = frozenset(self.list_names("done"))
 
     def leave(self) -> None:
         """Removes this process's scratch folder, if it still exists."""
@@ -177,7 +177,7 @@ class WorkFolder:
         """Returns whether this is still the folder that this process joined."""
         return (self.path / "workers" / self.worker).exists()
 
-    def list(self, folder: str) -> list[str]:
+    def list_names(self, folder: str) -> list[str]:
         """Lists the files in one of the folders, sorted; what begins with a dot is not ours."""
         return sorted(name for name in os.listdir(self.path / folder) if name[0] != ".")  # noqa: PTH208 (59,000 names)
 
@@ -226,7 +226,10 @@ class WorkFolder:
             if self._is_alive(owner):
                 continue
             (self.path / "deaths" / f"{piece}@{owner}").touch()
-            if sum(name.startswith(f"{piece}@") for name in self.list("deaths")) >= MAX_ATTEMPTS:
+            if (
+                sum(name.startswith(f"{piece}@") for name in self.list_names("deaths"))
+                >= MAX_ATTEMPTS
+            ):
                 raise MachineError(
                     f"{MAX_ATTEMPTS} workers died at {label(piece)}, the last one {owner}",
                     "out of memory is the usual reason: use fewer workers; then run the same "
@@ -286,7 +289,7 @@ class WorkFolder:
     def read_states(self) -> dict[str, tuple[WorkerState, bool]]:
         """Reads what every process wrote last, and whether it is alive as far as can be seen."""
         states = {}
-        for name in self.list("workers"):
+        for name in self.list_names("workers"):
             with suppress(FileNotFoundError, msgspec.MsgspecError):
                 text = (self.path / "workers" / name).read_bytes()
                 state = msgspec.json.decode(text, type=WorkerState)
@@ -338,8 +341,8 @@ def read_progress(folder: WorkFolder, plan: PreparationPlan) -> Progress | None:
     """Reads a work folder; None when it is gone: the work is done, or has not begun."""
     try:
         states = folder.read_states()
-        done = folder.list("done")
-        stopped = folder.list("stopped")
+        done = folder.list_names("done")
+        stopped = folder.list_names("stopped")
     except FileNotFoundError:
         return None
     units, _, joins = plan.stages

@@ -137,18 +137,20 @@ class CorpusWorker:
             DataError: a document cannot be read.
             MachineError: workers keep dying at a piece.
         """
-        claimed = set(self._folder.list("claims"))  # first: a finished piece goes from here to done
-        done = set(self._folder.list("done"))
+        claimed = set(
+            self._folder.list_names("claims")
+        )  # first: a finished piece goes from here to done
+        done = set(self._folder.list_names("done"))
         stages = ([piece for piece in stage if piece not in done] for stage in self._plan.stages)
         left = next(filter(None, stages), None)
         if left is None:
             return None
-        stopped = set(self._folder.list("stopped"))
+        stopped = set(self._folder.list_names("stopped"))
         if left[0] in stopped:
             self._raise_stopped(left[0])
         # What is before the first unreadable document may hold another one.
         left = list(takewhile(lambda piece: piece not in stopped, left))
-        n_workers = len(self._folder.list("workers"))
+        n_workers = len(self._folder.list_names("workers"))
         if free := [piece for piece in left if piece not in claimed]:
             # Seldom what others choose, and near the front, so that a bad document is found early.
             piece = random.choice(free[: max(4 * (n_workers - 1), 1)])
@@ -321,7 +323,8 @@ class CorpusWorker:
         while self._plan.units[first][0].start:
             first -= 1
         before = self._units[first:number]
-        if self._are_sound(before, with_tokens=False):
-            lines = sum(self._read_result(unit).n_lines for unit in before)
-            text = (self._folder.path / "stopped" / piece).read_bytes()
-            raise msgspec.json.decode(text, type=Place).to_error(lines)
+        with suppress(FileNotFoundError):  # another process puts one of them back
+            if self._are_sound(before, with_tokens=False):
+                lines = sum(self._read_result(unit).n_lines for unit in before)
+                text = (self._folder.path / "stopped" / piece).read_bytes()
+                raise msgspec.json.decode(text, type=Place).to_error(lines)
