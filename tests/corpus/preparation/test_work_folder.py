@@ -230,12 +230,13 @@ def test_what_a_slow_process_finished_after_all_stays_finished(tmp_path: Path) -
     assert folder.list_names("claims") == []
 
 
-def test_a_claim_left_on_a_finished_piece_is_dropped(tmp_path: Path) -> None:
+def test_a_claim_left_on_a_finished_piece_is_no_death(tmp_path: Path) -> None:
     folder = enter(make(tmp_path / "x.work").path, ME, stale_seconds=0.0)
     enter(folder.path, FAR).claim(PIECES[0])
     (folder.path / "done" / PIECES[0]).write_text("{}")  # killed just before the claim went
     assert [take_over(folder) for _ in range(2)] == [None, None]
-    assert folder.list_names("claims") == []
+    assert folder.list_names("deaths") == []
+    assert not folder.claim(PIECES[0])
 
 
 def test_a_piece_at_which_three_workers_died_is_named(tmp_path: Path) -> None:

@@ -23,11 +23,11 @@ import numpy.typing as npt
 from trainyard.corpus.preparation.plan import Output, PreparationPlan
 from trainyard.corpus.preparation.unit import (
     PLACES_PER_KIND,
-    Place,
     QuarantinedDocument,
     UnitResult,
     count_steps,
 )
+from trainyard.corpus.sources import Fault
 from trainyard.data.indexed import (
     Array,
     IndexedDataset,
@@ -223,7 +223,7 @@ class _Totals:
         self._leave_out(rows, unit.repeats, list(result.groups))
         return Part(unit.prefix, result.blocks, unit.repeats == 0)
 
-    def _keep_place(self, place: Place, lines_before: int) -> None:
+    def _keep_place(self, place: Fault, lines_before: int) -> None:
         if self._kept.get(place.kind, 0) < PLACES_PER_KIND:
             self._kept[place.kind] = self._kept.get(place.kind, 0) + 1
             self.places.append(place.render(lines_before))

@@ -45,7 +45,6 @@ from trainyard.corpus.preparation.pool import work_in_processes
 from trainyard.corpus.preparation.train_tokenizer import train_tokenizer
 from trainyard.corpus.preparation.unit import (
     PLACES_PER_KIND,
-    Place,
     UnitResult,
     count_steps,
     read_unit,
@@ -252,11 +251,11 @@ def _read_texts(corpus: Corpus, on_error: OnError) -> Iterator[str]:
     places: list[str] = []
     has_text = False
 
-    def set_aside(place: Place, _: Fault) -> None:
+    def set_aside(fault: Fault) -> None:
         if on_error == "stop":
-            raise place.to_error()
+            raise fault.to_error()
         if len(places) < PLACES_PER_KIND:
-            places.append(place.render(0))
+            places.append(fault.render(0))
 
     unit = [Segment(path, 0, path.stat().st_size) for path in find_files(corpus.inputs)]
     for _, texts, _, _ in read_unit(corpus, unit, result, set_aside):

@@ -20,12 +20,11 @@ from trainyard.config.corpus import Corpus, Step
 from trainyard.corpus.preparation.duplicates import document_keys
 from trainyard.corpus.preparation.steps import apply_steps, count_bytes
 from trainyard.corpus.sources import Batch, Fault, Segment, read_documents
-from trainyard.corpus.sources.files import format_of
 from trainyard.data.engines import Encoded
 from trainyard.data.indexed import Array, IndexedWriter, optimal_dtype
 from trainyard.data.sidecar import GroupCount, StepCount, add_counts
 from trainyard.data.tokenizer import Tokenizer
-from trainyard.errors import DataError, printable
+from trainyard.errors import DataError
 from trainyard.files import BlockChecksum, explain_disk_errors
 
 # Takes what was done since the last call: bytes of input, documents, tokens.
@@ -38,32 +37,8 @@ MAX_GROUPS = 1000
 DOCUMENT = np.dtype([("text_bytes", "<u8"), ("tokens", "<u8"), ("group", "<u4")])
 
 
-class Place(msgspec.Struct, frozen=True):
-    """Where a document is that cannot be read, and why; its position counts from the segment."""
-
-    path: str
-    position: int
-    kind: str
-    detail: str
-    hint: str
-
-    def render(self, lines_before: int) -> str:
-        """Renders it for people: `corpus.jsonl:12: the line is not valid JSON: ...`."""
-        kind, _ = format_of(Path(self.path))
-        number = self.position + lines_before
-        unit = {"parquet": ", row ", "arrow": ", row ", "wikipedia": ", page "}
-        separator = unit.get(kind, ":")
-        place = f"{separator}{number}" if self.position else ""
-        return f"{printable(self.path)}{place}: {self.detail}"
-
-    def to_error(self, lines_before: int = 0) -> DataError:
-        """Builds the error of a run that stops here."""
-        hint = "or pass --on-error quarantine: it sets bad documents aside and counts them"
-        return DataError(self.render(lines_before), f"{self.hint}\n{hint}")
-
-
 class UnitResult(msgspec.Struct, kw_only=True):
-    """What became of a unit; `places` holds the first few faults of each kind."""
+    """What became of a unit; `places` holds the first few faults of each kind, without text."""
 
     documents: int = 0
     empty_documents: int = 0
@@ -76,7 +51,7 @@ class UnitResult(msgspec.Struct, kw_only=True):
     steps: list[StepCount] = msgspec.field(default_factory=list)
     groups: dict[str, GroupCount] = msgspec.field(default_factory=dict)
     quarantined: dict[str, int] = msgspec.field(default_factory=dict)
-    places: list[Place] = msgspec.field(default_factory=list)
+    places: list[Fault] = msgspec.field(default_factory=list)
     blocks: list[BlockChecksum] = msgspec.field(default_factory=list)
     """Checksums of the blocks of its .bin."""
     files: dict[str, str] = msgspec.field(default_factory=dict)
@@ -86,9 +61,9 @@ class UnitResult(msgspec.Struct, kw_only=True):
 class UnreadableDocumentError(Exception):
     """A document cannot be read, and the run is to stop there."""
 
-    def __init__(self, place: Place) -> None:
-        super().__init__(place.detail)
-        self.place = place
+    def __init__(self, fault: Fault) -> None:
+        super().__init__(fault.detail)
+        self.fault = fault
 
 
 class QuarantinedDocument(msgspec.Struct):
@@ -158,9 +133,8 @@ class UnitWorker:
             aside.unlink()
         return result
 
-    def _set_aside(
-        self, result: UnitResult, quarantine: BinaryIO, place: Place, fault: Fault
-    ) -> None:
+    def _set_aside(self, result: UnitResult, quarantine: BinaryIO, fault: Fault) -> None:
+        place = msgspec.structs.replace(fault, raw=b"")
         if not self._quarantine:
             raise UnreadableDocumentError(place)
         if sum(kept.kind == fault.kind for kept in result.places) < PLACES_PER_KIND:
@@ -228,7 +202,7 @@ def read_unit(
     corpus: Corpus,
     unit: Iterable[Segment],
     result: UnitResult,
-    set_aside: Callable[[Place, Fault], None],
+    set_aside: Callable[[Fault], None],
 ) -> Iterator[tuple[Batch, list[str], dict[str, list[str]], list[int]]]:
     """Yields documents, some at a time, as the steps leave them: texts, metadata and bytes.
 
@@ -243,8 +217,7 @@ def read_unit(
             segment, corpus.json_key, corpus.metadata_fields, corpus.split_on
         ):
             for fault in batch.faults:
-                path = segment.path.as_posix()
-                set_aside(Place(path, fault.position, fault.kind, fault.detail, fault.hint), fault)
+                set_aside(fault)
             sizes = [count_bytes(text) for text in batch.texts]
             _count_reading(batch, sum(sizes), result)
             yield (

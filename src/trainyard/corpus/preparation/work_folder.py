@@ -223,7 +223,7 @@ class WorkFolder:
                 owner = path.read_text() or piece  # empty: it is being written, or was lost
             except FileNotFoundError:  # finished just now
                 continue
-            if self._is_alive(owner):
+            if self._is_alive(owner) or self.is_done(piece):
                 continue
             (self.path / "deaths" / f"{piece}@{owner}").touch()
             if (

@@ -35,13 +35,13 @@ from trainyard.corpus.preparation.join import (
 )
 from trainyard.corpus.preparation.plan import PreparationPlan
 from trainyard.corpus.preparation.unit import (
-    Place,
     UnitResult,
     UnitWorker,
     UnreadableDocumentError,
     save_array,
 )
 from trainyard.corpus.preparation.work_folder import WorkerState, WorkFolder
+from trainyard.corpus.sources import Fault
 from trainyard.data.index_cache import FileBlock
 from trainyard.data.tokenizer import Tokenizer
 from trainyard.data.vocabulary import Vocabulary
@@ -137,9 +137,8 @@ class CorpusWorker:
             DataError: a document cannot be read.
             MachineError: workers keep dying at a piece.
         """
-        claimed = set(
-            self._folder.list_names("claims")
-        )  # first: a finished piece goes from here to done
+        # Claims first: a finished piece goes from there to the results.
+        claimed = set(self._folder.list_names("claims"))
         done = set(self._folder.list_names("done"))
         stages = ([piece for piece in stage if piece not in done] for stage in self._plan.stages)
         left = next(filter(None, stages), None)
@@ -172,7 +171,7 @@ class CorpusWorker:
                 self._publish(piece, result)
                 self._state.finished_bytes += self._state.piece_bytes
         except UnreadableDocumentError as error:
-            self._folder.stop(piece, msgspec.json.encode(error.place))
+            self._folder.stop(piece, msgspec.json.encode(error.fault))
         except BaseException:
             self._folder.release(piece)
             raise
@@ -327,4 +326,4 @@ class CorpusWorker:
             if self._are_sound(before, with_tokens=False):
                 lines = sum(self._read_result(unit).n_lines for unit in before)
                 text = (self._folder.path / "stopped" / piece).read_bytes()
-                raise msgspec.json.decode(text, type=Place).to_error(lines)
+                raise msgspec.json.decode(text, type=Fault).to_error(lines)

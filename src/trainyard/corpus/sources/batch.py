@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from pathlib import Path
+
+import msgspec
+
+from trainyard.corpus.sources.files import format_of
+from trainyard.errors import DataError, printable
 
 
-@dataclass(frozen=True)
-class Fault:
+class Fault(msgspec.Struct, frozen=True):
     """A document that cannot be read.
 
     `position` is its line (JSON lines), row (Parquet, Arrow) or page (Wikipedia) counted from 1 in
@@ -20,6 +25,21 @@ class Fault:
     hint: str
     raw: bytes = b""
     n_documents: int = 1
+    path: str = ""
+
+    def render(self, lines_before: int) -> str:
+        """Renders it for people: `corpus.jsonl:12: the line is not valid JSON: ...`."""
+        kind, _ = format_of(Path(self.path))
+        number = self.position + lines_before
+        unit = {"parquet": ", row ", "arrow": ", row ", "wikipedia": ", page "}
+        separator = unit.get(kind, ":")
+        place = f"{separator}{number}" if self.position else ""
+        return f"{printable(self.path)}{place}: {self.detail}"
+
+    def to_error(self, lines_before: int = 0) -> DataError:
+        """Builds the error of a run that stops here."""
+        hint = "or pass --on-error quarantine: it sets bad documents aside and counts them"
+        return DataError(self.render(lines_before), f"{self.hint}\n{hint}")
 
 
 @dataclass

@@ -6,8 +6,9 @@ import codecs
 import re
 import shlex
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
 from pathlib import Path
+
+from msgspec.structs import replace
 
 from trainyard.corpus.sources.batch import Batch, Fault
 from trainyard.corpus.sources.blocks import DamagedFileError, read_blocks
@@ -50,7 +51,10 @@ def read_documents(
                 n_lines += batch.n_lines
                 for field in fields:  # the format has none, or nothing could be read
                     batch.fields.setdefault(field, [""] * len(batch.texts))
-                batch.faults[:] = [_say_how_to_convert(f, segment.path) for f in batch.faults]
+                batch.faults[:] = [
+                    replace(_say_how_to_convert(fault, segment.path), path=segment.path.as_posix())
+                    for fault in batch.faults
+                ]
                 yield batch
         except DamagedFileError as error:
             fault = _explain_damage(error, segment.path, n_lines)
@@ -79,11 +83,11 @@ def _explain_damage(error: DamagedFileError, path: Path, n_lines: int) -> Fault:
         head = file.read(8)
     if compression and not n_lines and _compression_of(head) != compression:
         detail = f"the file is not {compression} data, despite its name: it begins with {head!r}"
-        return Fault("damaged file", 0, detail, "name it after what it holds")
+        return Fault("damaged file", 0, detail, "name it after what it holds", path=path.as_posix())
     detail = f"the file is damaged after document {n_lines}: {error}"
     if error.suspect_from is not None:
         detail += "; earlier ones may have wrong characters: the checksum fails too"
-    return Fault("damaged file", 0, detail, "fetch or make the file again")
+    return Fault("damaged file", 0, detail, "fetch or make the file again", path=path.as_posix())
 
 
 def _compression_of(head: bytes) -> str:

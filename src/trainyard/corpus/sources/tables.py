@@ -8,8 +8,9 @@ are read one at a time.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
 from typing import Any
+
+from msgspec.structs import replace
 
 from trainyard.corpus.sources.batch import Batch, Fault
 from trainyard.corpus.sources.blocks import BLOCK_BYTES, DamagedFileError
