@@ -150,7 +150,7 @@ def build_ours(cell: Cell) -> Step:
 
 
 def build_peer_model(cell: Cell, candidate: str) -> Any:
-    from trainyard.bench.baseline_models import build_litgpt, build_transformers
+    from baseline_models import build_litgpt, build_transformers
 
     if candidate == "nanoGPT":
         return build_nanogpt(cell.model, build_our_model(cell))

@@ -21,9 +21,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from baseline_models import build_transformers
 from measuring import Figures, describe_machine, profile_operators, publish
 
-from trainyard.bench.baseline_models import build_transformers
 from trainyard.config.load import load_run
 from trainyard.config.run import Model
 from trainyard.evaluation.generate import Sampling, generate

@@ -14,7 +14,7 @@ import torch
 from benchmarks.gpu.item import Row, Session
 from benchmarks.gpu.runs import building
 
-from trainyard.bench.job import BenchJob, Steps, prepare_run
+from trainyard.bench.job import Steps, prepare_run
 from trainyard.config.load import load_run
 from trainyard.errors import CheckpointError
 from trainyard.launch.environment import Process
@@ -130,16 +130,15 @@ def resume(session: Session) -> Iterator[Row]:
     with TemporaryDirectory() as name:
         folder = Path(name)
         run = prepare_run(run, Steps(2, 8), folder)
-        job = BenchJob(Steps(2, 8), "", takes_apart=False, profiles=False)
         with building(run, folder) as build:
-            first, _, _ = build(job)
+            first, _, _ = build()
             context, saver = first.context, build_saver(first.context)
             for number in range(4):
                 if number == 2:
                     save_state(context, first.state, saver, None)
                 first.step()
             saver.wait()
-            second, _, _ = build(job)
+            second, _, _ = build()
             second.state = load_state(second.context)
             for _ in range(2):
                 second.step()

@@ -203,8 +203,9 @@ def measured(session: Session) -> Mapping[str, Row]:
 def building(run: Run, folder: Path) -> Iterator[Any]:
     """Yields what builds trainings of a run on the device; afterwards its memory is free."""
     import torch
+    from benchmarks.baseline_worker import import_builder
 
-    from trainyard.bench.session import build_candidate
+    from trainyard.bench.measure import build_ours
     from trainyard.bench.timeline import Timeline, build_clock
     from trainyard.launch.environment import Process
     from trainyard.parallel.mesh import build_mesh, choose_device
@@ -214,9 +215,10 @@ def building(run: Run, folder: Path) -> Iterator[Any]:
     mesh, timeline = build_mesh(plan.topology, 0, device), Timeline(build_clock(device))
     torch.cuda.reset_peak_memory_stats()
 
-    def build(job: BenchJob) -> Any:
+    def build(baseline: str = "") -> Any:
+        build_training = import_builder(baseline) if baseline else build_ours
         with weights_on(device):
-            return build_candidate(folder, run, plan, mesh, job, timeline), timeline, mesh
+            return build_training(folder, run, plan, mesh, timeline), timeline, mesh
 
     try:
         yield build
@@ -251,8 +253,8 @@ def time_run(session: Session, name: str, profiles: str = "") -> Iterator[Row]:
     """Times a run; gives speed and memory beside what was predicted, and a ratio."""
     from torch._dynamo.utils import counters
 
-    from trainyard.bench.figures import compute_figures
     from trainyard.bench.measure import measure
+    from trainyard.bench.record import compute_figures
     from trainyard.parallel.mesh import device_name
 
     timed = RUNS[name]
@@ -262,28 +264,28 @@ def time_run(session: Session, name: str, profiles: str = "") -> Iterator[Row]:
         folder = Path(folder_name)
         run = prepare_run(load(name, is_small=session.fake, tokens=tokens), STEPS, folder)
         plan = resolve(run, 1)
-        job = BenchJob(STEPS, timed.baseline, takes_apart=False, profiles=bool(profiles))
+        job = BenchJob(STEPS, takes_apart=False, profiles=bool(profiles))
         counters["inductor"].clear()
         with building(run, folder) as build:
-            candidate, timeline, mesh = build(job)
-            result = measure(candidate, job, timeline, mesh, folder)
-            del candidate
+            training, timeline, mesh = build(timed.baseline)
+            result = measure(training, job, timeline, mesh, folder)
+            del training
         seconds = [max(each, 1e-9) for each in result["step_seconds"]]
         figures = compute_figures(run, plan, seconds, device_name(mesh.device))
         if profiles:
             yield from _take_apart(session, name, folder, result, seconds)
             return
-    speed = figures.tokens_per_second_per_device
+    speed = figures["tokens_per_second_per_device"]
     row: Row = {
         "row": name,
-        "found": figures.model_flops_utilization or 0.0,
+        "found": figures["model_flops_utilization"] or 0.0,
         "unit": "MFU",
         "estimate": timed.estimate,
         "decides": timed.decides,
         **predict(name, run, plan, session.packed),
         "gib": result["peak_memory_bytes"] / 2**30,
         "tokens_per_second": speed,
-        "step_ms": figures.milliseconds_per_step.median,
+        "step_ms": figures["milliseconds_per_step"]["median"],
         "first_step_s": result["first_step_seconds"],
         "loss": result["last_loss"],
         "cached_graphs": counters["inductor"]["fxgraph_cache_hit"],

@@ -20,7 +20,7 @@ PICTURE = ROOT / "docs" / "pictures" / "packages.svg"
 BASE = ("extras", "files", "errors", "log", "units")
 COLUMNS = {
     **{"corpus": 0, "launch": 0, "jobs": 1, "data": 1, "report": 2, "planning": 2, "topology": 1},
-    **{"simulate": 4, "optim": 4, "doctor": 5, "api": 6},
+    **{"bench": 4, "simulate": 4, "optim": 4, "doctor": 5, "api": 6},
 }
 """Of packages beside column 3."""
 WIDTH, HEIGHT, BOX_WIDTH, BOX_HEIGHT = 120, 50, 92, 24

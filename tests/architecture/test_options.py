@@ -21,7 +21,7 @@ BUDGETS = {
     "grouped queries": (r"n_key_value_heads", 9),
     "query-key norm": (r"query_key_norm", 6),
     "place of norms": (r"norm_place", 6),
-    "documents": (r"attention_within_documents|end_of_document_id", 14),
+    "documents": (r"attention_within_documents|end_of_document_id", 13),
 }
 
 

@@ -45,7 +45,7 @@ def test_steps_that_cannot_be(text: str, warm_up: int | None, problem: str) -> N
 
 
 def test_a_job_is_read_as_it_was_written(tmp_path: Path) -> None:
-    job = BenchJob(Steps(2, 5), "transformers", takes_apart=True, profiles=False)
+    job = BenchJob(Steps(2, 5), takes_apart=False, profiles=True, seconds=0.5)
     run = load_run("tiny").run
     job.write(tmp_path, run)
     assert BenchJob.read(tmp_path) == job

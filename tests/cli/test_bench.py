@@ -7,7 +7,6 @@ from typing import Any
 import pytest
 from tests.command import call
 
-from trainyard.bench.guide_tables import TABLES
 from trainyard.cli.bench import bench
 from trainyard.errors import UserError
 
@@ -66,7 +65,7 @@ def test_a_run_on_one_rank_leaves_a_record_with_everything(folder: Path) -> None
     assert record["packages"]["torch"]
     (candidate,) = record["candidates"]
     assert list(candidate) == [
-        *("name", "baseline", "precision", "milliseconds_per_step", "samples_per_second"),
+        *("name", "precision", "milliseconds_per_step", "samples_per_second"),
         *("tokens_per_second_per_device", "tflops_per_second_per_device"),
         *("model_flops_utilization", "hardware_flops_utilization", "exchanged_weight_bytes"),
         *(
@@ -130,7 +129,6 @@ def test_precisions_in_turn_on_two_ranks(folder: Path) -> None:
         (["--compare", "fp32,fp31"], "'fp31' is not a precision", "fp32, fp16, bf16"),
         (["--compare", "fp32,fp32"], "'fp32' is listed twice", "each at most once"),
         (["--ranks", "3"], "cannot be divided", "nearest that works"),
-        (["--against", "gpt3"], "--against 'gpt3' is not a baseline", "transformers"),
         (["parallel.tensor=3"], "must be divisible by parallel.tensor=3", "parallel.tensor="),
     ],
 )
@@ -143,42 +141,4 @@ def test_what_cannot_be_is_refused_before_anything_starts(
     assert problem in str(error.value)
     assert hint in str(error.value)
     assert error.value.exit_code == 2
-    assert list(folder.iterdir()) == []
-
-
-@pytest.mark.exhaustive
-@pytest.mark.parametrize("table", TABLES)
-def test_a_table_of_a_guide(folder: Path, table: str) -> None:
-    lines = run_bench("tiny", "--ranks", "2", "--table", table, "--output", "record.json")
-    head, _, *rows = lines.splitlines()
-    record = json.loads(Path("record.json").read_text())
-    (candidate,) = record["candidates"]
-    assert candidate["flop_formula"] == "megatron_deepspeed"
-    assert head.count("|") == rows[0].count("|")
-    cells = [cell.strip() for cell in rows[0].strip("|").split("|")]
-    if table == "tgs":
-        assert (record["steps"]["warm_up"], record["steps"]["timed"]) == (4, 6)
-        assert [row.split()[1] for row in rows] == [*map(str, range(5, 11)), "mean"]
-        milliseconds = candidate["rounds"][0]["step_milliseconds"][0]
-        tokens = record["run"]["global_batch_size"] * record["run"]["model"]["sequence_length"]
-        assert float(cells[3]) == pytest.approx(tokens / 2 / milliseconds * 1000, abs=0.1)
-    else:
-        assert f"{candidate['samples_per_second']:.3f}" in cells
-        assert "1/1/2" in cells
-
-
-def test_an_unknown_table_is_refused() -> None:
-    with pytest.raises(UserError) as caught:
-        run_bench("tiny", "--table", "lum")
-    assert caught.value.problem == "--table lum: no guide has this table"
-    assert caught.value.hint == "did you mean lumi? tables: msamp, lumi, tgs"
-
-
-def test_a_table_by_the_formula_of_mfu_is_refused(folder: Path) -> None:
-    with pytest.raises(UserError) as caught:
-        run_bench("tiny", "--table", "tgs", "--flop-formula", "megatron_causal")
-    assert caught.value.problem == (
-        "--table tgs --flop-formula megatron_causal: the guides' tables are by another formula"
-    )
-    assert "omit --flop-formula for megatron_deepspeed" in caught.value.hint
     assert list(folder.iterdir()) == []

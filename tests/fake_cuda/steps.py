@@ -12,12 +12,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from benchmarks.baselines import build_baseline
 from tests.fake_cuda.device import Counts, build_on_device
 from torch import Tensor
 from torch._dynamo.utils import counters as dynamo
 from triton.backends.nvidia.compiler import CUDABackend
 
-from trainyard.bench.baselines import build_baseline
 from trainyard.bench.measure import OurTraining, TimedTraining
 from trainyard.bench.timeline import DeviceClock, Timeline
 from trainyard.config.load import load_run

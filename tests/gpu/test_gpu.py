@@ -10,8 +10,8 @@ from tempfile import mkdtemp
 
 import pytest
 import torch
+from benchmarks.baselines import build_baseline
 
-from trainyard.bench.baselines import build_baseline
 from trainyard.bench.job import Steps, prepare_run
 from trainyard.bench.measure import OurTraining
 from trainyard.bench.timeline import DeviceClock, Timeline
@@ -250,6 +250,6 @@ def test_a_baseline_trains_as_ours_does(
             assert theirs.step().item() == pytest.approx(ours.step().item(), abs=bound)
     finally:
         if baseline == "megatron-core":
-            from trainyard.bench.megatron_core import leave_group
+            from benchmarks.megatron_core import leave_group
 
             leave_group()

@@ -6,10 +6,10 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from benchmarks.baseline_models import build_transformers
 from torch import Tensor
 from torch._dynamo.utils import counters
 
-from trainyard.bench.baselines import build_transformers
 from trainyard.config.run import Model, Recompute
 from trainyard.model.dropout import Dropout, sequence_seeds
 from trainyard.model.gpt import GPT, compile_blocks

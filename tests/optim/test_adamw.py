@@ -1,8 +1,8 @@
 from __future__ import annotations
 
 import torch
+from benchmarks.baselines import build_adamw
 
-from trainyard.bench.baselines import build_adamw
 from trainyard.config.run import Model, Optimizer
 from trainyard.model.gpt import GPT
 from trainyard.model.init import initialize

@@ -6,10 +6,10 @@ from typing import Any
 
 import pytest
 import torch
+from benchmarks.baselines import build_adamw
 from tests.optim.updates import apply_update
 from torch import Tensor, nn
 
-from trainyard.bench.baselines import build_adamw
 from trainyard.config.precisions import stored
 from trainyard.config.run import Optimizer
 from trainyard.optim.adamw import LowPrecisionAdamW

@@ -10,9 +10,10 @@ from __future__ import annotations
 
 import json
 import re
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 
+import msgspec
 import numpy as np
 
 from trainyard.config.load import render_run
@@ -50,11 +51,9 @@ class BenchJob:
     """The work of one candidate in one round."""
 
     steps: Steps
-    baseline: str
-    """The baseline; empty: ours."""
-    takes_apart: bool
+    takes_apart: bool = True
     """Whether to run extra steps for the breakdown."""
-    profiles: bool
+    profiles: bool = False
     """Whether to run more steps for a trace."""
     seconds: float = 0.0
     """Time for about this long, with extra steps if needed; needs two warm-up steps."""
@@ -62,13 +61,12 @@ class BenchJob:
     def write(self, folder: Path, run: Run) -> None:
         """Writes everything that the processes need to a folder."""
         (folder / RUN).write_text(render_run(run), encoding="utf-8")
-        (folder / JOB).write_text(json.dumps(asdict(self)), encoding="utf-8")
+        (folder / JOB).write_bytes(msgspec.json.encode(self))
 
     @classmethod
     def read(cls, folder: Path) -> BenchJob:
         """Reads a job from `write`."""
-        facts = json.loads((folder / JOB).read_text(encoding="utf-8"))
-        return cls(**facts | {"steps": Steps(**facts["steps"])})
+        return msgspec.json.decode((folder / JOB).read_bytes(), type=cls)
 
 
 def leave_refusal(error: UserError, folder: Path) -> None:
@@ -98,15 +96,14 @@ def parse_steps(text: str, warm_up: int | None) -> Steps:
     Raises:
         ConfigError: it is neither, or contradicts `warm_up`.
     """
-    found = re.fullmatch(r"([0-9]{1,9})(?:-([0-9]{1,9}))?", text)
-    if not found:
+    match = re.fullmatch(r"([0-9]{1,9})(?:-([0-9]{1,9}))?", text)
+    if not match:
         raise ConfigError(f"--steps {text!r} is not a number of steps or a range", STEPS_HINT)
-    if found[2] is None:
-        n_timed = int(found[1])
-        if n_timed == 0:
+    if match[2] is None:
+        if int(match[1]) == 0:
             raise ConfigError("--steps 0 leaves nothing to time", STEPS_HINT)
-        return Steps(WARM_UP_STEPS if warm_up is None else warm_up, n_timed)
-    first, last = int(found[1]), int(found[2])
+        return Steps(WARM_UP_STEPS if warm_up is None else warm_up, int(match[1]))
+    first, last = int(match[1]), int(match[2])
     if not 1 <= first <= last:
         raise ConfigError(f"--steps {text} is not a range of steps, which count from 1", STEPS_HINT)
     if warm_up is not None:

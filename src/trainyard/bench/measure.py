@@ -1,4 +1,4 @@
-"""One rank of a candidate: warm-up, timed steps, then steps for the breakdown.
+"""One rank of a candidate: builds it like training, warms up, times steps, takes some apart.
 
 Timed steps run undisturbed: the breakdown and traces use extra steps, whose time is reported too,
 to show the overhead.
@@ -6,7 +6,9 @@ to show the overhead.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import json
+import time
+from collections.abc import Callable, Sequence
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, Protocol
@@ -15,18 +17,27 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from trainyard.bench.job import BenchJob
-from trainyard.bench.profile import (
+from trainyard.bench.job import RESULT, RUN, BenchJob
+from trainyard.bench.timeline import (
     STEPS_UNDER_PROFILER,
+    Timeline,
+    build_clock,
     describe_profile,
     exposed_shares,
     profile_steps,
 )
-from trainyard.bench.timeline import Timeline
-from trainyard.parallel.mesh import Mesh
+from trainyard.config.load import load_run, render_run
+from trainyard.config.run import Data, Run
+from trainyard.data.loader import build_orders, data_fingerprint
+from trainyard.launch.environment import Process
+from trainyard.parallel.mesh import Mesh, build_mesh, choose_device, device_name, name_device_errors
+from trainyard.parallel.start import gather_facts, start_ranks
+from trainyard.planning.resolve import Plan, resolve
+from trainyard.precision.float8 import refuse_device
 from trainyard.training.metrics import peak_memory_bytes
 from trainyard.training.state import State, TrainContext
 from trainyard.training.step import WARM_UP_STEPS, restoring_collector, spare_collector, train_step
+from trainyard.training.worker import build_context
 
 COMMUNICATION = "communication"
 
@@ -40,6 +51,10 @@ class TimedTraining(Protocol):
 
     def step(self) -> Tensor:
         """Runs the next step; returns its loss, on the device."""
+
+
+Builder = Callable[[Path, Run, Plan, Mesh, Timeline], TimedTraining]
+"""Builds the training of a run, with a folder for its files, that reports to a timeline."""
 
 
 class OurTraining:
@@ -67,17 +82,72 @@ class OurTraining:
         return loss
 
 
+def build_ours(folder: Path, run: Run, plan: Plan, mesh: Mesh, timeline: Timeline) -> OurTraining:
+    """Builds the training of `trainyard train`."""
+    return OurTraining(build_context(folder, run, plan, mesh, timeline))
+
+
+def run_job(
+    folder: Path, process: Process, startup_seconds: dict[str, float], build: Builder
+) -> None:
+    """Runs the job of a folder as one rank; the first one writes `RESULT` there.
+
+    Args:
+        folder: from `BenchJob.write`.
+        process: this rank.
+        startup_seconds: by part of startup so far; receives the rest.
+        build: builds the training.
+
+    Raises:
+        UserError: the run or its data is unusable here.
+    """
+    start = time.perf_counter()
+
+    def end_part(name: str) -> None:
+        nonlocal start
+        end = time.perf_counter()
+        startup_seconds[name], start = end - start, end
+
+    job = BenchJob.read(folder)
+    run = load_run(str(folder / RUN)).run
+    plan = resolve(run, process.n_ranks)
+    end_part("config")
+    device = choose_device(process, run)
+    refuse_device(run, device)
+    with start_ranks(process, device, lambda: _facts(run)), name_device_errors(run, plan, device):
+        mesh = build_mesh(plan.topology, process.rank, device)
+        end_part("ranks")
+        # Building the context does it again, from the cache filled here.
+        if process.rank == 0:
+            build_orders(run, plan, ("train", "valid"))
+        end_part("data")
+        timeline = Timeline(build_clock(device))
+        training = build(folder, run, plan, mesh, timeline)
+        end_part("model")
+        result = measure(training, job, timeline, mesh, folder)
+    if process.rank == 0:
+        startup_seconds["first step"] = result.pop("first_step_seconds")
+        result |= {"device": device_name(device), "startup_seconds": startup_seconds}
+        (folder / RESULT).write_text(json.dumps(result), encoding="utf-8")
+
+
+def _facts(run: Run) -> dict[str, str]:
+    """Returns facts that must be equal on all ranks; random tokens may be in separate folders."""
+    text = render_run(run.model_copy(update={"data": Data()}))
+    return gather_facts(text, data_fingerprint(run))
+
+
 @restoring_collector()
 def measure(
-    candidate: TimedTraining, job: BenchJob, timeline: Timeline, mesh: Mesh, folder: Path
+    training: TimedTraining, job: BenchJob, timeline: Timeline, mesh: Mesh, folder: Path
 ) -> dict[str, Any]:
     """Runs a job; every rank calls it.
 
     Args:
-        candidate: trains.
+        training: what is timed.
         job: the job.
-        timeline: receives the candidate's phases.
-        mesh: of all ranks; a single one for baselines.
+        timeline: receives the phases of each step.
+        mesh: of all ranks.
         folder: for the trace.
 
     Returns:
@@ -90,7 +160,7 @@ def measure(
 
     def train(n_steps: int) -> None:
         for _ in range(n_steps):
-            losses.append(candidate.step())
+            losses.append(training.step())
             marks.append(timeline.clock.mark())
         timeline.clock.wait()
 
@@ -102,7 +172,7 @@ def measure(
         n_timed = max(n_timed, round(job.seconds / _largest([warm], mesh)[0]))
     train(n_timed)
     seconds = _largest([timeline.clock.seconds(a, b) for a, b in pairwise(marks)], mesh)
-    found: dict[str, Any] = {
+    result: dict[str, Any] = {
         "first_step_seconds": seconds[0],
         "step_seconds": seconds[job.steps.warm_up :],
         "peak_memory_bytes": int(_largest([peak_memory_bytes(device)], mesh)[0]),
@@ -113,62 +183,61 @@ def measure(
         "profile": None,
     }
     if job.takes_apart:
-        found["split"] = _take_apart(candidate, job.steps.taken_apart, timeline, mesh)
-    if job.profiles and mesh.rank == 0:
-        profiler = profile_steps(
-            candidate.step, timeline, candidate.models, device, with_places=True
-        )
-        found["profile"] = describe_profile(profiler, device, folder)
-    elif job.profiles:
-        _follow(candidate)
-    return found
+        result["split"] = _take_apart(training, job.steps.taken_apart, timeline, mesh)
+    if job.profiles:
+        profiler = _profile(training, timeline, mesh, with_places=True)
+        if profiler is not None:
+            result["profile"] = describe_profile(profiler, device, folder)
+    return result
 
 
 def _take_apart(
-    candidate: TimedTraining, n_steps: int, timeline: Timeline, mesh: Mesh
+    training: TimedTraining, n_steps: int, timeline: Timeline, mesh: Mesh
 ) -> dict[str, Any]:
     """Measures parts of extra steps, each after an undisturbed one; returns this rank's means."""
-    clock, plain, marks = timeline.clock, [], []
+    clock, undisturbed, marks = timeline.clock, [], []
     for _ in range(n_steps):
         start = clock.mark()
-        candidate.step()
-        plain.append((start, clock.mark()))
-        with timeline.recording(candidate.models) as of_step:
-            candidate.step()
-        marks += of_step
+        training.step()
+        undisturbed.append((start, clock.mark()))
+        with timeline.recording(training.models) as step_marks:
+            training.step()
+        marks += step_marks
     clock.wait()
-    taken = timeline.add_up(marks)
-    parts = {part: 1000 * seconds / n_steps for part, seconds in taken.items()}
-    whole = sum(parts.values())
-    undisturbed = 1000 * sum(clock.seconds(*pair) for pair in plain) / n_steps
-    exposed = 0.0
+    parts = {
+        part: 1000 * seconds / n_steps for part, seconds in timeline.part_seconds(marks).items()
+    }
+    whole, exposed = sum(parts.values()), 0.0
+    profiler = None
     if mesh.topology.n_ranks > 1:
-        if mesh.rank == 0:
-            profiler = profile_steps(
-                candidate.step, timeline, candidate.models, mesh.device, with_places=False
-            )
-            for part, share in exposed_shares(profiler).items():
-                exposed += share * parts[part]
-                parts[part] *= 1 - share
-        else:
-            _follow(candidate)
+        profiler = _profile(training, timeline, mesh, with_places=False)
+    if profiler is not None:
+        for part, share in exposed_shares(profiler).items():
+            exposed += share * parts[part]
+            parts[part] *= 1 - share
     return {
         "milliseconds": parts | {COMMUNICATION: exposed},
         "milliseconds_per_step": whole,
-        "milliseconds_of_other_steps": undisturbed,
+        "milliseconds_of_other_steps": 1000
+        * sum(clock.seconds(*pair) for pair in undisturbed)
+        / n_steps,
     }
 
 
-def _follow(candidate: TimedTraining) -> None:
-    """Runs, on other ranks, the steps that the first rank profiles."""
+def _profile(training: TimedTraining, timeline: Timeline, mesh: Mesh, *, with_places: bool) -> Any:
+    """Profiles steps on the first rank; the others run the same steps, and return None."""
+    if mesh.rank == 0:
+        return profile_steps(
+            training.step, timeline, training.models, mesh.device, with_places=with_places
+        )
     for _ in range(STEPS_UNDER_PROFILER):
-        candidate.step()
+        training.step()
+    return None
 
 
 def _largest(values: Sequence[float], mesh: Mesh) -> list[float]:
-    """Returns the largest of all ranks, place by place."""
-    found = torch.tensor(values, dtype=torch.float64)
+    """Returns the largest value over all ranks, element by element."""
+    largest = torch.tensor(values, dtype=torch.float64)
     if mesh.topology.n_ranks > 1:
-        dist.all_reduce(found, dist.ReduceOp.MAX)
-    largest: list[float] = found.tolist()
-    return largest
+        dist.all_reduce(largest, dist.ReduceOp.MAX)
+    return [float(value) for value in largest]

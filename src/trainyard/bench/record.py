@@ -1,4 +1,14 @@
-"""A benchmark's output: a record with everything its figures depend on, and a table."""
+"""A benchmark's output: figures, a record with everything they depend on, and a table.
+
+    tokens/s/GPU     tokens of the timed steps / their time / ranks
+    TFLOP/s/GPU      tokens/s/GPU x model FLOP per token (`planning.flops`, "megatron_causal")
+    MFU              that over the device's peak for the precision
+    HFU              the same, with the matmuls that parallel.recompute repeats
+
+HFU does not count recomputation inside attention kernels. Recomputation stops at the last value
+that the backward pass needs, so the last matmul of a block or an attention layer is not repeated
+(with dropout, that of a block is).
+"""
 
 from __future__ import annotations
 
@@ -7,21 +17,37 @@ import shlex
 import statistics
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from trainyard.bench.figures import FORMULAS, compute_figures, recomputed_flops_per_token
-from trainyard.bench.rounds import BenchOptions, BenchResult
+import numpy as np
+
+from trainyard.architecture import matmuls
+from trainyard.bench.rounds import BenchRun, Rounds
+from trainyard.config.run import Run
 from trainyard.launch.environment import find_commit, hide_secrets, read_versions
-from trainyard.planning.flops import MODEL_FLOPS
+from trainyard.planning.flops import (
+    MODEL_FLOPS,
+    figures_by_formula,
+    matmul_flops,
+    model_flops_utilization,
+    score_flops,
+    tflops_per_second_per_gpu,
+)
 from trainyard.planning.hardware import find_device
-from trainyard.planning.resolve import resolve
+from trainyard.planning.resolve import Plan, resolve
 from trainyard.planning.traffic import busiest_rank
-from trainyard.units import format_bytes, format_figure
+from trainyard.units import format_bytes, format_figure, format_number
 
 LABEL_WIDTH, COLUMN_WIDTH = 30, 18
+FORMULAS = {
+    "tokens_per_second_per_device": "tokens of the timed steps / their time / ranks",
+    "tflops_per_second_per_device": f"model FLOP a token ({MODEL_FLOPS}) x tokens/s/device / 1e12",
+    "model_flops_utilization": "that / the device's peak for the precision",
+    "hardware_flops_utilization": "the same with the matmuls that parallel.recompute repeats",
+}
 HOW_SPLIT = {
     "cpu": "timers of the host",
     "cuda": "events between the kernels; data wait is the device's",
@@ -34,38 +60,39 @@ HOW_COMMUNICATION = (
 Record = dict[str, Any]
 
 
-def build_record(outcomes: Sequence[BenchResult], order: BenchOptions, data: str) -> Record:
+def build_record(timed: Sequence[BenchRun], rounds: Rounds, data: str) -> Record:
     """Builds the record of results and conditions.
 
     Args:
-        outcomes: of all candidates.
-        order: the request.
+        timed: all runs with their results.
+        rounds: the request.
         data: describes the data.
     """
-    run = outcomes[0].candidate.run
-    plan = resolve(run, order.n_ranks)
-    device = outcomes[0].results[0]["device"]
+    run = timed[0].run
+    plan = resolve(run, rounds.n_ranks)
+    device_name = timed[0].results[0]["device"]
+    device = find_device(device_name)
     versions = read_versions()
     machine = versions.pop("machine")
     del versions["command"]  # the command line of this process, whatever its verb
+    # Keep the user's paths private.
+    words = [Path(word).name if Path(word).is_absolute() else word for word in sys.argv[1:]]
     return {
         "benchmark": "trainyard bench",
         "date": time.strftime("%Y-%m-%d"),
-        "command": _command(),
+        "command": hide_secrets(shlex.join(["trainyard", *words])),
         "commit": find_commit(),
         "machine": {
             "processor": machine,
             "memory": format_bytes(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")),
-            "device": device,
-            "peak_flops_per_second": _peaks(device),
+            "device": device_name,
+            "peak_flops_per_second": device.peaks if device else {},
         },
         "packages": versions,
         "run": {
             "name": run.name,
-            **{
-                section: getattr(run, section).model_dump(mode="json")
-                for section in ("model", "parallel")
-            },
+            "model": run.model.model_dump(mode="json"),
+            "parallel": run.parallel.model_dump(mode="json"),
             "micro_batch_size": run.train.micro_batch_size,
             "global_batch_size": run.train.global_batch_size,
             "compile": run.train.compile,
@@ -76,47 +103,44 @@ def build_record(outcomes: Sequence[BenchResult], order: BenchOptions, data: str
         "n_ranks": plan.n_ranks,
         "layout": asdict(plan.topology),
         "data": data,
-        "steps": {**asdict(order.steps), "rounds": order.n_rounds},
+        "steps": {**asdict(rounds.job.steps), "rounds": rounds.n_rounds},
         "formulas": FORMULAS,
-        "candidates": [_describe(outcome, outcomes[0], order) for outcome in outcomes],
+        "candidates": [_describe(each, timed[0], rounds) for each in timed],
     }
 
 
-def _describe(outcome: BenchResult, first: BenchResult, order: BenchOptions) -> dict[str, Any]:
-    run, results, n_ranks = outcome.candidate.run, outcome.results, order.n_ranks
+def _describe(timed: BenchRun, first: BenchRun, rounds: Rounds) -> dict[str, Any]:
+    run, results = timed.run, timed.results
     device = results[0]["device"]
-    plan = resolve(run, n_ranks)
-    figures = compute_figures(run, plan, outcome.step_seconds, device)
-    ratios = outcome.speed_over(first)
+    plan = resolve(run, rounds.n_ranks)
+    ratios = timed.speed_over(first)
     split = results[0]["split"]
-    startup = [result["startup_seconds"] for result in results]
-    starts = {name: statistics.median(each[name] for each in startup) for name in startup[0]}
+    parts = [result["startup_seconds"] for result in results]
+    startup = {name: statistics.median(seconds[name] for seconds in parts) for name in parts[0]}
     return {
-        "name": outcome.candidate.name,
-        "baseline": outcome.candidate.baseline or None,
+        "name": timed.name,
         "precision": run.precision.kind,
-        **figures.as_json(),
+        **compute_figures(run, plan, timed.step_seconds, device),
         "exchanged_weight_bytes": sum(
-            each.n_bytes for each in busiest_rank(run, plan) if each.axis in ("shard", "replicate")
+            call.n_bytes for call in busiest_rank(run, plan) if call.axis in ("shard", "replicate")
         ),
         "peak_memory_bytes": max(result["peak_memory_bytes"] for result in results),
         "split": split
         | {
-            "steps": order.steps.taken_apart,
+            "steps": rounds.job.steps.taken_apart,
             "overhead": split["milliseconds_per_step"] / split["milliseconds_of_other_steps"] - 1,
             "measured_by": HOW_SPLIT["cpu" if device == "cpu" else "cuda"],
-            "communication_measured_by": HOW_COMMUNICATION if n_ranks > 1 else "one rank: none",
+            "communication_measured_by": HOW_COMMUNICATION
+            if rounds.n_ranks > 1
+            else "one rank: none",
         },
-        "startup_seconds": starts | {"total": sum(starts.values())},
+        "startup_seconds": startup | {"total": sum(startup.values())},
         "speed_over_first": {
             "median": statistics.median(ratios),
             "lowest": min(ratios),
             "highest": max(ratios),
         },
-        "first_loss": results[0]["first_loss"],
-        "last_loss": results[0]["last_loss"],
-        "n_threads": results[0]["n_threads"],
-        "profile": results[0]["profile"],
+        **{name: results[0][name] for name in ("first_loss", "last_loss", "n_threads", "profile")},
         "rounds": [
             {"step_milliseconds": [1000 * seconds for seconds in result["step_seconds"]]}
             for result in results
@@ -124,96 +148,118 @@ def _describe(outcome: BenchResult, first: BenchResult, order: BenchOptions) -> 
     }
 
 
-def _command() -> str:
-    # Keep the user's paths private.
-    arguments = [Path(each).name if Path(each).is_absolute() else each for each in sys.argv[1:]]
-    return hide_secrets(shlex.join(["trainyard", *arguments]))
+def compute_figures(
+    run: Run, plan: Plan, step_seconds: Sequence[float], device_name: str
+) -> dict[str, Any]:
+    """Computes the throughput of timed steps of full batches, as in a record.
 
+    Args:
+        run: what was timed.
+        plan: of the ranks it was timed on.
+        step_seconds: of each step, on its slowest rank.
+        device_name: torch's name, or "cpu".
 
-def _peaks(device_name: str) -> dict[str, float]:
+    Returns:
+        the figures by name; utilizations are None if the device's peak is unknown.
+    """
+    samples_per_second = run.train.global_batch_size * len(step_seconds) / sum(step_seconds)
+    tokens_per_second = samples_per_second * run.model.sequence_length
+    per_device = tokens_per_second / plan.n_ranks
     device = find_device(device_name)
-    return device.peaks if device else {}
+    peak = device.peak_flops_per_second(run.precision.kind) if device else None
+    flops = plan.model_flops_per_token
+    milliseconds = [1000 * seconds for seconds in step_seconds]
+    p10, median, p90 = map(float, np.percentile(milliseconds, [10, 50, 90]))
+    mean = statistics.fmean(milliseconds)
+    return {
+        "milliseconds_per_step": {"median": median, "p10": p10, "p90": p90, "mean": mean},
+        "samples_per_second": samples_per_second,
+        "tokens_per_second_per_device": per_device,
+        "tflops_per_second_per_device": tflops_per_second_per_gpu(
+            flops, tokens_per_second, plan.n_ranks
+        ),
+        "model_flops_utilization": model_flops_utilization(flops, per_device, peak),
+        "hardware_flops_utilization": model_flops_utilization(
+            flops + recomputed_flops_per_token(run), per_device, peak
+        ),
+        **figures_by_formula(run, plan.padded_vocabulary_size, per_device, peak),
+    }
+
+
+def recomputed_flops_per_token(run: Run) -> float:
+    """Counts the FLOP of matmuls that the backward pass repeats, per token."""
+    model, recompute = run.model, run.parallel.recompute
+    if recompute == "none":
+        return 0.0
+    repeated = matmuls(model, "attention" if recompute == "attention" else "")
+    if recompute == "attention" or not model.dropout:
+        repeated = repeated[:-1]  # nothing needs its output
+    # A token sees half of the others on average.
+    return float(model.n_layers * (matmul_flops(repeated) + score_flops(model) // 2))
 
 
 def render_table(record: Record) -> str:
     """Formats a record as a table: a row per figure, a column per candidate."""
     machine, run, steps = record["machine"], record["run"], record["steps"]
-    ranks = f"{record['n_ranks']} rank{'' if record['n_ranks'] == 1 else 's'}"
     batch = f"{run['global_batch_size']} sequences of {run['model']['sequence_length']} tokens"
     rounds = f" in each of {steps['rounds']} rounds" if steps["rounds"] > 1 else ""
     lines = [
         f"{run['name']}: {run['n_parameters']:,} parameters, {batch} a step, "
         f"micro batches of {run['micro_batch_size']}, {record['data']}",
-        f"{ranks} on {machine['device']}; {machine['processor']}",
+        f"{format_number(record['n_ranks'], 'rank')} on {machine['device']}; "
+        f"{machine['processor']}",
         f"{steps['timed']} steps after {steps['warm_up']} of warm-up{rounds}",
         "",
+        *_rows(record["candidates"]),
+        "",
+        f"TFLOP/s and MFU: model FLOP by {MODEL_FLOPS}; HFU: with recomputation",
     ]
-    candidates = record["candidates"]
-    lines.append(_row("", [each["name"] for each in candidates]))
-    for label, show in _rows(candidates):
-        lines.append(_row(label, [show(each) for each in candidates]))
-    lines += ["", *_notes(record)]
+    if not machine["peak_flops_per_second"]:
+        lines.append("MFU, HFU: the peak of this device is not known")
+    for candidate in record["candidates"]:
+        for kind, words in (("waits", "waits for the device"), ("reads", "reads a number")):
+            counts = candidate["profile"][f"host_{kind}_per_step"] if candidate["profile"] else {}
+            for name, n in counts.items():
+                lines.append(f"{candidate['name']}: the host {words} {n:g} x a step: {name}")
     return "\n".join(line.rstrip() for line in lines)
 
 
-def _rows(candidates: list[Any]) -> list[tuple[str, Callable[[Any], str]]]:
-    rows: list[tuple[str, Callable[[Any], str]]] = []
+def _rows(candidates: Sequence[Any]) -> Iterator[str]:
+    def row(label: str, show: Callable[[Any], str]) -> str:
+        return _row(label, map(show, candidates))
+
+    yield row("", lambda c: str(c["name"]))
     if len(candidates) > 1:
-        rows.append(("times as fast as the first", _show_ratio))
-        rows.append(("  lowest - highest round", _show_ratio_range))
-    rows += [
-        ("ms/step, median", lambda c: f"{c['milliseconds_per_step']['median']:.2f}"),
-        ("  10 % - 90 %", _show_spread),
-        ("samples/s", lambda c: format_figure(c["samples_per_second"], 4)),
-        ("tokens/s/GPU", lambda c: format_figure(c["tokens_per_second_per_device"], 5)),
-        ("TFLOP/s/GPU", lambda c: format_figure(c["tflops_per_second_per_device"], 4)),
-        ("MFU", lambda c: _show_share(c["model_flops_utilization"])),
-        ("HFU", lambda c: _show_share(c["hardware_flops_utilization"])),
-    ]
-    if "flop_formula" in candidates[0]:
-        name = candidates[0]["flop_formula"]
-        rows += [
-            (
-                f"TFLOP/s, {name}",
-                lambda c: format_figure(c["formula_tflops_per_second_per_device"], 4),
-            ),
-            ("  of the peak", lambda c: _show_share(c["formula_share_of_peak"], digits=2)),
-        ]
-    rows += [
-        ("peak memory", lambda c: format_bytes(c["peak_memory_bytes"])),
-        ("loss, first and last", lambda c: f"{c['first_loss']:.4f}  {c['last_loss']:.4f}"),
-    ]
-    for part in candidates[0]["split"]["milliseconds"]:
-        rows.append((part, lambda c, part=part: _show_part(c["split"], part)))  # type: ignore[misc]
-    rows.append(("  overhead of the breakdown", lambda c: f"{c['split']['overhead']:+.1%}"))
-    for name in candidates[0]["startup_seconds"]:
+        yield row("times as fast as the first", lambda c: f"{c['speed_over_first']['median']:.3f}")
+        yield row("  lowest - highest round", _show_ratio_range)
+    yield row("ms/step, median", lambda c: f"{c['milliseconds_per_step']['median']:.2f}")
+    yield row("  10 % - 90 %", _show_spread)
+    yield row("samples/s", lambda c: format_figure(c["samples_per_second"], 4))
+    yield row("tokens/s/GPU", lambda c: format_figure(c["tokens_per_second_per_device"], 5))
+    yield row("TFLOP/s/GPU", lambda c: format_figure(c["tflops_per_second_per_device"], 4))
+    yield row("MFU", lambda c: _show_share(c["model_flops_utilization"]))
+    yield row("HFU", lambda c: _show_share(c["hardware_flops_utilization"]))
+    first = candidates[0]
+    if "flop_formula" in first:
+        by_formula = [c["formula_tflops_per_second_per_device"] for c in candidates]
+        yield _row(f"TFLOP/s, {first['flop_formula']}", [format_figure(n, 4) for n in by_formula])
+        yield row("  of the peak", lambda c: _show_share(c["formula_share_of_peak"], digits=2))
+    yield row("peak memory", lambda c: format_bytes(c["peak_memory_bytes"]))
+    yield row("loss, first and last", lambda c: f"{c['first_loss']:.4f}  {c['last_loss']:.4f}")
+    for part in first["split"]["milliseconds"]:
+        yield _row(part, [_show_part(c["split"], part) for c in candidates])
+    yield row("  overhead of the breakdown", lambda c: f"{c['split']['overhead']:+.1%}")
+    for name in first["startup_seconds"]:
         title = "start in all" if name == "total" else f"start: {name}"
-        rows.append((title, lambda c, name=name: f"{c['startup_seconds'][name]:.2f} s"))  # type: ignore[misc]
-    if candidates[0]["profile"] is not None:
-        waits, reads = "host_waits_per_step", "host_reads_per_step"
-        rows.append(("host waits a step", lambda c: f"{sum(c['profile'][waits].values()):g}"))
-        rows.append(("host reads a step", lambda c: f"{sum(c['profile'][reads].values()):g}"))
-    return rows
+        yield _row(title, [f"{c['startup_seconds'][name]:.2f} s" for c in candidates])
+    if first["profile"] is not None:
+        for kind in ("waits", "reads"):
+            profiles = [c["profile"][f"host_{kind}_per_step"] for c in candidates]
+            yield _row(f"host {kind} a step", [f"{sum(counts.values()):g}" for counts in profiles])
 
 
-def _notes(record: Record) -> list[str]:
-    notes = [f"TFLOP/s and MFU: model FLOP by {MODEL_FLOPS}; HFU: with recomputation"]
-    if not record["machine"]["peak_flops_per_second"]:
-        notes.append("MFU, HFU: the peak of this device is not known")
-    for each in record["candidates"]:
-        profile = each["profile"]
-        for kind, words in (("waits", "waits for the device"), ("reads", "reads a number")):
-            for name, count in (profile[f"host_{kind}_per_step"] if profile else {}).items():
-                notes.append(f"{each['name']}: the host {words} {count:g} x a step: {name}")
-    return notes
-
-
-def _row(label: str, cells: Sequence[str]) -> str:
+def _row(label: str, cells: Iterable[str]) -> str:
     return f"{label:<{LABEL_WIDTH}}" + "".join(f"{cell:>{COLUMN_WIDTH}}" for cell in cells)
-
-
-def _show_ratio(candidate: Any) -> str:
-    return f"{candidate['speed_over_first']['median']:.3f}"
 
 
 def _show_ratio_range(candidate: Any) -> str:

@@ -8,7 +8,7 @@ bytes / memory bandwidth, by the datasheet.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from trainyard.config.rules import takes_cudnn
@@ -79,17 +79,24 @@ def predict(run: Run, gpu: str) -> Roofline:
         )
     counted = count_kernels(run)
     kernels = price(run, counted, machine)
-    device_seconds = sum(each.seconds for each in kernels)
-    limit_seconds = sum(each.limit_seconds for each in kernels)
-    host = sum(each.launches for each in kernels), _block_passes(counted)
-    seconds = machine.with_host(device_seconds, *host)
+    device_seconds = sum(kernel.seconds for kernel in kernels)
+    limit_seconds = sum(kernel.limit_seconds for kernel in kernels)
+    # Passes through compiled blocks: each has one attention in its forward pass, and is called once
+    # more in its backward pass, which recomputes inside.
+    block_passes = 2 * sum(
+        n
+        for kernel, n in counted.items()
+        if kernel.is_attention and kernel.place == COMPILED_FORWARD
+    )
+    host = sum(kernel.launches for kernel in kernels), block_passes
+    step_seconds = machine.with_host(device_seconds, *host)
     n_tokens = run.train.global_batch_size * run.model.sequence_length
     flops = model_flops_per_token(run.model, plan.padded_vocabulary_size)
     peak = machine.device.peak_flops_per_second(run.precision.kind)
-
-    def utilization(of: float) -> float:
-        return model_flops_utilization(flops, n_tokens / of, peak) or 0.0
-
+    limit_mfu, mfu = (
+        model_flops_utilization(flops, n_tokens / seconds, peak) or 0.0
+        for seconds in (limit_seconds, step_seconds)
+    )
     return Roofline(
         run=run.name,
         device=machine.device.name,
@@ -99,9 +106,9 @@ def predict(run: Run, gpu: str) -> Roofline:
         limit_seconds=limit_seconds,
         device_seconds=device_seconds,
         host_seconds=machine.with_host(0, *host),
-        step_seconds=seconds,
-        limit_mfu=utilization(limit_seconds),
-        mfu=utilization(seconds),
+        step_seconds=step_seconds,
+        limit_mfu=limit_mfu,
+        mfu=mfu,
     )
 
 
@@ -137,62 +144,44 @@ def price(run: Run, kernels: Counter[Kernel], machine: Machine) -> list[PricedKe
                 bound="memory" if bytes_limit >= flops_limit else "FLOP",
             )
         )
-    return sorted(priced, key=lambda each: each.seconds, reverse=True)
-
-
-def _block_passes(counted: Counter[Kernel]) -> int:
-    """Counts passes through compiled blocks.
-
-    Each has one attention in its forward pass, and is called once more in its backward pass, which
-    recomputes inside.
-    """
-    return 2 * sum(
-        n for each, n in counted.items() if each.is_attention and each.place == COMPILED_FORWARD
-    )
+    return sorted(priced, key=lambda kernel: kernel.seconds, reverse=True)
 
 
 def render(roofline: Roofline) -> Iterator[str]:
     """Yields the lines of a table."""
-    found, kernels = roofline, roofline.kernels
-    yield (f"{found.run} on one {found.device}: PREDICTED from the kernels of a step, not measured")
-    yield f"{found.sequences} sequences in {found.micro_batches} micro batches"
+    kernels = roofline.kernels
+    yield (
+        f"{roofline.run} on one {roofline.device}: PREDICTED from the kernels of a step, "
+        "not measured"
+    )
+    yield f"{roofline.sequences} sequences in {roofline.micro_batches} micro batches"
     yield ""
     yield f"{'ms':>9}{'limit':>9}{'launches':>10}{'GB':>9}{'TFLOP':>9}  bound   place and kernel"
-    for each in kernels[:N_SHOWN]:
-        yield _line(each, f"{each.bound:<7} {each.place}: {_shorten(each.name)}")
-    rest = kernels[N_SHOWN:]
-    if rest:
-        yield _line(_sum(rest), f"        {len(rest)} other kernels")
-    for place in dict.fromkeys(each.place for each in kernels):
-        yield _line(_sum([e for e in kernels if e.place == place]), f"        all of: {place}")
-    yield _line(_sum(kernels), "        all on the device")
+    for kernel in kernels[:N_SHOWN]:
+        yield _line([kernel], f"{kernel.bound:<7} {kernel.place}: {_shorten(kernel.name)}")
+    if rest := kernels[N_SHOWN:]:
+        yield _line(rest, f"        {len(rest)} other kernels")
+    for place in dict.fromkeys(kernel.place for kernel in kernels):
+        yield _line([k for k in kernels if k.place == place], f"        all of: {place}")
+    yield _line(kernels, "        all on the device")
     yield ""
-    launches = sum(each.launches for each in kernels)
-    yield f"the host needs {1000 * found.host_seconds:,.1f} ms for {launches:,} launches"
-    yield f"predicted step {1000 * found.step_seconds:,.1f} ms, MFU {found.mfu:.1%}"
+    launches = sum(kernel.launches for kernel in kernels)
+    yield f"the host needs {1000 * roofline.host_seconds:,.1f} ms for {launches:,} launches"
+    yield f"predicted step {1000 * roofline.step_seconds:,.1f} ms, MFU {roofline.mfu:.1%}"
     yield (
-        f"limit of these kernels by the datasheet: {1000 * found.limit_seconds:,.1f} ms, "
-        f"MFU {found.limit_mfu:.1%}"
+        f"limit of these kernels by the datasheet: {1000 * roofline.limit_seconds:,.1f} ms, "
+        f"MFU {roofline.limit_mfu:.1%}"
     )
 
 
-def _sum(kernels: list[PricedKernel] | tuple[PricedKernel, ...]) -> PricedKernel:
-    return PricedKernel(
-        place="",
-        name="",
-        launches=sum(each.launches for each in kernels),
-        bytes=sum(each.bytes for each in kernels),
-        flops=sum(each.flops for each in kernels),
-        limit_seconds=sum(each.limit_seconds for each in kernels),
-        seconds=sum(each.seconds for each in kernels),
-        bound="",
-    )
-
-
-def _line(each: PricedKernel, label: str) -> str:
+def _line(kernels: Sequence[PricedKernel], label: str) -> str:
+    """Formats the sums of kernels."""
     return (
-        f"{1000 * each.seconds:>9.3f}{1000 * each.limit_seconds:>9.3f}{each.launches:>10,}"
-        f"{each.bytes / 1e9:>9.3f}{each.flops / TERA:>9.3f}  {label}"
+        f"{1000 * sum(k.seconds for k in kernels):>9.3f}"
+        f"{1000 * sum(k.limit_seconds for k in kernels):>9.3f}"
+        f"{sum(k.launches for k in kernels):>10,}"
+        f"{sum(k.bytes for k in kernels) / 1e9:>9.3f}"
+        f"{sum(k.flops for k in kernels) / TERA:>9.3f}  {label}"
     )
 
 

@@ -1,4 +1,4 @@
-"""`trainyard bench`: times the training step of a run on this machine, alone or against others."""
+"""`trainyard bench`: times the training step of a run on this machine."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from trainyard.launch.environment import read_process
 
 if TYPE_CHECKING:
     from trainyard.bench.record import Record
-    from trainyard.bench.rounds import BenchResult, BenchRun
+    from trainyard.bench.rounds import BenchRun
     from trainyard.config.run import Run
 
 RECORDS_FOLDER = Path("runs/bench")
@@ -31,8 +31,7 @@ def bench(
     steps: Annotated[
         str | None,
         typer.Option(
-            help="Steps to time: a number, or a range such as 5-10 (inclusive). Default: 10; with "
-            "--table tgs: 5-10."
+            help="Steps to time: a number, or a range such as 5-10 (inclusive). Default: 10."
         ),
     ] = None,
     warm_up: Annotated[
@@ -42,12 +41,6 @@ def bench(
     compare: Annotated[
         str | None,
         typer.Option(help="Precisions to compare, comma-separated: bf16,fp8,fp8_lowbit."),
-    ] = None,
-    against: Annotated[
-        str | None,
-        typer.Option(
-            help="Baseline to compare with: transformers, litgpt, plain-torch or megatron-core."
-        ),
     ] = None,
     rounds: Annotated[
         int | None,
@@ -61,13 +54,6 @@ def bench(
         ),
     ] = None,
     flop_formula: FlopFormulaOption = None,
-    table: Annotated[
-        str | None,
-        typer.Option(
-            help="Print a guide's table, in Markdown: msamp, lumi, or tgs (the 64-GPU benchmark's "
-            "steps 5 to 10). Its formula is megatron_deepspeed, without --flop-formula."
-        ),
-    ] = None,
     profile: Annotated[
         bool, typer.Option("--profile", help="Also write a trace and its top operators.")
     ] = False,
@@ -86,22 +72,18 @@ def bench(
     Weights are discarded. A run without data reads random tokens. Under torchrun, srun or mpiexec
     this command is one rank: start it once per rank.
     """
-    from trainyard.bench.guide_tables import FORMULA, TGS_STEPS, refuse_table
-    from trainyard.bench.job import TIMED_STEPS, describe_data, parse_steps, prepare_run
-    from trainyard.bench.record import build_record
-    from trainyard.bench.rounds import BenchOptions, run_rounds
+    from trainyard.bench.job import TIMED_STEPS, BenchJob, describe_data, parse_steps, prepare_run
+    from trainyard.bench.record import build_record, render_table
+    from trainyard.bench.rounds import Rounds, run_rounds
     from trainyard.config.load import load_run
     from trainyard.data.patterns import find_token_files
     from trainyard.planning.resolve import resolve
 
-    if table is not None:
-        refuse_table(table, flop_formula)
-        flop_formula = flop_formula or FORMULA
     overrides = with_formula(overrides, flop_formula)
     if roofline is not None:
         _predict(load_run(run_file, overrides).run, roofline, as_json=as_json)
         return
-    counted = parse_steps(steps or (TGS_STEPS if table == "tgs" else str(TIMED_STEPS)), warm_up)
+    job = BenchJob(parse_steps(steps or str(TIMED_STEPS), warm_up), profiles=profile)
     process = read_process()
     process.refuse_option(f"--ranks {ranks}", ranks)
     run = find_token_files(load_run(run_file, overrides).run)
@@ -112,31 +94,18 @@ def bench(
         import torch
 
         plan = resolve(run, max(plan.n_ranks, torch.cuda.device_count()))
-    n_rounds = rounds or (COMPARED_ROUNDS if compare or against else 1)
-    order = BenchOptions(counted, n_rounds, plan.n_ranks, profile)
+    asked = Rounds(job, rounds or (COMPARED_ROUNDS if compare else 1), plan.n_ranks)
     with tempfile.TemporaryDirectory(prefix="trainyard-bench-") as name:
         folder = Path(name)
-        prepared = prepare_run(run, counted, folder)
-        candidates = _list_candidates(prepared, compare, against, plan.n_ranks)
-        outcomes = run_rounds(candidates, order, process, folder)
+        runs = _list_runs(prepare_run(run, job.steps, folder), compare)
+        run_rounds(runs, asked, process, folder)
         if process.rank == 0:
             if output is None:
                 stamp = time.strftime("%Y-%m-%d-%H%M%S")
                 output = RECORDS_FOLDER / f"{stamp}-{run.name}.json"
-            record = build_record(outcomes, order, describe_data(run))
-            _write(record, outcomes, output)
-            _print(record, table, as_json=as_json)
-
-
-def _print(record: Record, table: str | None, *, as_json: bool) -> None:
-    """Prints the record, a guide's table of it, or ours."""
-    from trainyard.bench.guide_tables import render_guide_table
-    from trainyard.bench.record import render_table
-
-    if as_json:
-        typer.echo(json.dumps(record, indent=2))
-    else:
-        typer.echo(render_guide_table(record, table) if table else render_table(record))
+            record = build_record(runs, asked, describe_data(run))
+            _write(record, runs, output)
+            typer.echo(json.dumps(record, indent=2) if as_json else render_table(record))
 
 
 def _predict(run: Run, gpu: str, *, as_json: bool) -> None:
@@ -145,22 +114,19 @@ def _predict(run: Run, gpu: str, *, as_json: bool) -> None:
 
     from trainyard.bench.roofline import predict, render
 
-    found = predict(run, gpu)
-    typer.echo(json.dumps(asdict(found), indent=2) if as_json else "\n".join(render(found)))
+    roofline = predict(run, gpu)
+    typer.echo(json.dumps(asdict(roofline), indent=2) if as_json else "\n".join(render(roofline)))
 
 
-def _list_candidates(
-    run: Run, compare: str | None, against: str | None, n_ranks: int
-) -> list[BenchRun]:
-    """Lists the candidates to time; rejects those that cannot run."""
-    from trainyard.bench.baselines import baseline_run, refuse_baseline
+def _list_runs(run: Run, compare: str | None) -> list[BenchRun]:
+    """Lists the run in each precision; rejects those that cannot run."""
     from trainyard.bench.rounds import BenchRun
     from trainyard.config.load import build_run
     from trainyard.config.precisions import FORMATS
     from trainyard.training.run_folder import refuse_what_is_not_built
 
     kinds: list[str] = [run.precision.kind] if compare is None else compare.split(",")
-    candidates = []
+    runs = []
     for kind in kinds:
         if kind not in FORMATS or kinds.count(kind) > 1:
             problem = "is listed twice" if kind in FORMATS else "is not a precision"
@@ -169,25 +135,22 @@ def _list_candidates(
                 f"each at most once: {', '.join(FORMATS)}",
             )
         precision = run.precision.model_copy(update={"kind": kind})
-        ours = build_run(run.model_copy(update={"precision": precision}).model_dump())
-        refuse_what_is_not_built(ours)
-        candidates.append(BenchRun(kind, ours))
-    if against is not None:
-        refuse_baseline(against, run, n_ranks)
-        candidates.append(BenchRun(against, baseline_run(against, run), against))
-    return candidates
+        runs.append(
+            BenchRun(kind, build_run(run.model_copy(update={"precision": precision}).model_dump()))
+        )
+        refuse_what_is_not_built(runs[-1].run)
+    return runs
 
 
-def _write(record: Record, outcomes: list[BenchResult], output: Path) -> None:
+def _write(record: Record, runs: list[BenchRun], output: Path) -> None:
     """Writes the record, and traces beside it."""
     written = [output]
     with explain_failure(f"cannot write {output}", "choose another file with --output"):
         output.parent.mkdir(parents=True, exist_ok=True)
         output.write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")
-        for outcome in outcomes:
-            for path in filter(None, (outcome.trace, outcome.operators)):
-                beside = output.with_name(f"{output.stem}-{outcome.candidate.name}-{path.name}")
-                shutil.move(path, beside)
-                written.append(beside)
+        for run in runs:
+            for path in run.profiles:
+                written.append(output.with_name(f"{output.stem}-{run.name}-{path.name}"))
+                shutil.move(path, written[-1])
     for path in written:
         typer.echo(f"wrote {path}", err=True)

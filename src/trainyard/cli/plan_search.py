@@ -83,7 +83,7 @@ def print_search(
     from trainyard.launch.environment import read_process
 
     if n_measured is not None:
-        from trainyard.bench.trial import refuse_other_machines
+        from trainyard.bench.rounds import refuse_other_machines
 
         refuse_other_machines(machine, n_devices, read_process())
     candidates = search(run, machine, n_devices, max(MOST_LISTED, n_measured or 0))
@@ -118,11 +118,11 @@ def _predict(run: Run, machine: Machine, n_devices: int, scale: float) -> Candid
 
 def _measure(candidates: Sequence[Candidate], n_measured: int) -> SearchResult:
     """Times the best candidates, and ranks all again by the results."""
-    from trainyard.bench.trial import time_runs
+    from trainyard.bench.rounds import time_layouts
     from trainyard.launch.environment import read_process
 
     runs = [candidate.run for candidate in candidates[:n_measured]]
-    timed = time_runs(runs, candidates[0].plan.n_ranks)
+    timed = time_layouts(runs, candidates[0].plan.n_ranks)
     if read_process().rank > 0:
         return SearchResult(candidates, {})
     failed = {place for place, seconds in enumerate(timed) if seconds is None}

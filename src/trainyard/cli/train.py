@@ -219,7 +219,7 @@ def _fit_into(
         n_steps = resolve(begun).n_steps
         logger.info("%s has started before: it continues to step %s", run.name, f"{n_steps:,}")
         return with_lengths_of(begun, run)
-    from trainyard.bench.trial import time_run
+    from trainyard.bench.rounds import time_run
 
     logger.info("measuring this machine: a few seconds of training steps")
     step_seconds = time_run(run, n_ranks)

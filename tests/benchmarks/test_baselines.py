@@ -1,19 +1,23 @@
 from __future__ import annotations
 
+import json
+import subprocess
+import sys
 from collections.abc import Callable
 from contextlib import nullcontext
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from benchmarks.baselines import build_baseline, refuse_baseline
+from benchmarks.megatron_core import leave_group
 
-from trainyard.bench.baselines import build_baseline, refuse_baseline
 from trainyard.bench.measure import OurTraining
-from trainyard.bench.megatron_core import leave_group
 from trainyard.bench.timeline import Timeline
 from trainyard.config.load import load_run
-from trainyard.errors import ConfigError, LaunchError, MachineError
+from trainyard.errors import ConfigError, MachineError
 from trainyard.training.state import TrainContext
 
 Build = Callable[..., tuple[TrainContext, Timeline]]
@@ -83,7 +87,7 @@ def test_a_baseline_tells_the_same_parts(build: Build, baseline: str) -> None:
     theirs.step()
     with timeline.recording(theirs.models) as marks:
         theirs.step()
-    assert all(seconds > 0 for seconds in timeline.add_up(marks).values())
+    assert all(seconds > 0 for seconds in timeline.part_seconds(marks).values())
 
 
 def test_transformers_knows_no_padding(build: Build) -> None:
@@ -115,47 +119,65 @@ def bring_megatron_to_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize(
-    ("baseline", "overrides", "n_ranks", "kind", "problem"),
+    ("baseline", "overrides", "kind", "problem"),
     [
-        ("nanogpt", [], 1, ConfigError, "--against 'nanogpt' is not a baseline"),
-        ("megatron-core", [], 1, MachineError, "--against megatron-core"),
-        ("plain-torch", [], 2, LaunchError, "--against plain-torch trains on one rank"),
-        ("transformers", [], 2, LaunchError, "--against transformers trains on one rank"),
+        ("nanogpt", [], ConfigError, "'nanogpt' is not a baseline"),
+        ("megatron-core", [], MachineError, "megatron-core"),
         (
             "transformers",
             ["precision.kind=fp16"],
-            1,
             ConfigError,
             "precision.kind='fp16' is not available",
         ),
         (
             "plain-torch",
             ["optimizer.kind=muon"],
-            1,
             ConfigError,
             "optimizer.kind='muon' is not available in plain-torch",
         ),
-        ("plain-torch", ["train.z_loss=1e-4"], 1, ConfigError, "train.z_loss=0.0001 is not avail"),
+        ("plain-torch", ["train.z_loss=1e-4"], ConfigError, "train.z_loss=0.0001 is not avail"),
         (
             "plain-torch",
             ["model.attention_within_documents=true"],
-            1,
             ConfigError,
             "model.attention_within_documents=true is not available in plain-torch",
         ),
         (
             "plain-torch",
             ["model.norm=rms"],
-            1,
             ConfigError,
             "GPT2LMHeadModel has no model.norm='rms'",
         ),
     ],
 )
 def test_a_baseline_that_cannot_be(
-    baseline: str, overrides: list[str], n_ranks: int, kind: type[Exception], problem: str
+    baseline: str, overrides: list[str], kind: type[Exception], problem: str
 ) -> None:
     pytest.importorskip("transformers")
     with pytest.raises(kind, match=problem) as error:
-        refuse_baseline(baseline, load_run("tiny", overrides).run, n_ranks)
+        refuse_baseline(baseline, load_run("tiny", overrides).run)
     assert getattr(error.value, "hint", "")
+
+
+@pytest.mark.exhaustive
+def test_baselines_are_timed_beside_ours(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "benchmarks.against", "tiny", "model.dropout=0"]
+    options = ["--baselines", "plain-torch", "--steps", "2", "--warm-up", "1", "--rounds", "2"]
+    output = tmp_path / "record.json"
+    table = subprocess.run(
+        [*command, *options, "--output", str(output)],
+        cwd=Path(__file__).parents[2],
+        check=True,
+        capture_output=True,
+        text=True,
+    ).stdout
+    record = json.loads(output.read_text())
+    ours, theirs = record["candidates"]
+    assert [ours["name"], theirs["name"]] == ["fp32", "plain-torch"]
+    assert theirs["first_loss"] == pytest.approx(ours["first_loss"], rel=2e-6)
+    assert any(line.split() == ["fp32", "plain-torch"] for line in table.splitlines())
+    refused = subprocess.run(
+        [*command, "--baselines", "nanogpt"], cwd=Path(__file__).parents[2], capture_output=True
+    )
+    assert refused.returncode == 1
+    assert b"'nanogpt' is not a baseline" in refused.stderr

@@ -1,49 +1,33 @@
-"""The tables that the guides print, from a record: `trainyard bench --table NAME`."""
+"""The tables that three guides print, from a record of `trainyard bench`.
+
+    trainyard bench recipes/lumi/13b.toml --flop-formula megatron_deepspeed --output record.json
+    python benchmarks/guide_tables.py record.json lumi
+
+Their logs count FLOP by megatron_deepspeed. The 64-GPU benchmark, "tgs", times --steps 5-10.
+"""
 
 from __future__ import annotations
 
-import difflib
+import argparse
+import json
+import sys
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
-from trainyard.config.run import FlopFormula
-from trainyard.errors import ConfigError
-from trainyard.planning.flops import MODEL_FLOPS
 from trainyard.units import format_figure
 
 TABLES = ("msamp", "lumi", "tgs")
-FORMULA: FlopFormula = "megatron_deepspeed"
-"""What the logs of all three guides print."""
-TGS_STEPS = "5-10"
 GIB = 2**30
 
 Cells = list[Any]
-
-
-def refuse_table(name: str, formula: str | None) -> None:
-    """Rejects a name that is not in `TABLES`, and a formula that no guide prints.
-
-    Raises:
-        ConfigError: with the nearest name, or the formulas.
-    """
-    if formula == MODEL_FLOPS:
-        raise ConfigError(
-            f"--table {name} --flop-formula {formula}: the guides' tables are by another formula",
-            f"omit --flop-formula for {FORMULA}, or omit --table: MFU is by {formula}",
-        )
-    if name not in TABLES:
-        close = difflib.get_close_matches(name, TABLES, n=1)
-        hint = f"did you mean {close[0]}? " if close else ""
-        raise ConfigError(
-            f"--table {name}: no guide has this table", f"{hint}tables: {', '.join(TABLES)}"
-        )
 
 
 def render_guide_table(record: dict[str, Any], name: str) -> str:
     """Formats a record of `bench.record` as the table of a guide, in Markdown.
 
     Args:
-        record: with `log.flop_formula` set.
+        record: by another formula than that of MFU (`log.flop_formula`).
         name: one of `TABLES`. "msamp": a row per precision; memory and exchanged weights are in
             GiB, like the GB there. "lumi": a row per candidate. "tgs": a row per timed step of
             the first round; TGS is tokens per GPU and second.
@@ -122,3 +106,24 @@ def _speed(candidate: dict[str, Any]) -> Iterator[str]:
 
 def _communication(split: dict[str, Any]) -> float:
     return float(split["milliseconds"]["communication"] / split["milliseconds_per_step"])
+
+
+def main() -> None:
+    """Prints a table."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("record", type=Path, help="what `trainyard bench --output` wrote")
+    parser.add_argument("table", choices=TABLES)
+    options = parser.parse_args()
+    record = json.loads(options.record.read_text(encoding="utf-8"))
+    if "flop_formula" not in record["candidates"][0]:
+        sys.exit(
+            f"error: {options.record} has TFLOP/s by the formula of MFU alone\n"
+            "hint: trainyard bench .. --flop-formula megatron_deepspeed, as the guides count"
+        )
+    print(render_guide_table(record, options.table))
+
+
+if __name__ == "__main__":
+    main()

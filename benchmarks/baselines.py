@@ -9,7 +9,8 @@
                    mixed precision, gradient buffers and optimizer; GPT-2 on an NVIDIA GPU
 
 A baseline starts from our initial weights, and reads the same sequences with the same learning
-rates. Without dropout all do the same mathematics: the record has their losses.
+rates. Without dropout all do the same mathematics: the record has their losses. `against.py` times
+them beside ours.
 """
 
 from __future__ import annotations
@@ -21,13 +22,13 @@ from typing import Any, Protocol
 
 import torch
 import torch.nn.functional as F
+from benchmarks.baseline_models import build_litgpt, build_transformers
 from torch import Tensor, nn
 
-from trainyard.bench.baseline_models import build_litgpt, build_transformers
 from trainyard.bench.timeline import BACKWARD, FORWARD, Timeline
 from trainyard.config.run import Optimizer, Run
 from trainyard.data.loader import Loader, build_orders
-from trainyard.errors import ConfigError, LaunchError, MachineError
+from trainyard.errors import ConfigError, MachineError
 from trainyard.export.families import FAMILIES, GPT2, LLAMA, Family, find_family
 from trainyard.model.gpt import GPT
 from trainyard.model.init import initialize
@@ -51,27 +52,19 @@ PACKAGES = {
 PRECISIONS = ("fp32", "bf16")
 
 
-def refuse_baseline(baseline: str, run: Run, n_ranks: int) -> None:
+def refuse_baseline(baseline: str, run: Run) -> None:
     """Rejects a baseline that cannot do the step of a run.
 
     Raises:
         ConfigError: the name is unknown, or the baseline lacks an option of the run.
-        LaunchError: it only trains on one rank.
         MachineError: it is not installed, or needs another machine.
     """
     if baseline not in BASELINES:
-        raise ConfigError(
-            f"--against {baseline!r} is not a baseline", f"known: {', '.join(BASELINES)}"
-        )
+        raise ConfigError(f"{baseline!r} is not a baseline", f"known: {', '.join(BASELINES)}")
     package, remedy = PACKAGES.get(baseline, ("torch", ""))
     if not _is_installed(package):
         raise MachineError(
-            f"--against {baseline} needs the package {package}, which is not installed", remedy
-        )
-    if n_ranks > 1:
-        raise LaunchError(
-            f"--against {baseline} trains on one rank; this run is on {n_ranks}",
-            "--ranks 1, with tensor, pipeline and context of the section parallel at 1",
+            f"{baseline} needs the package {package}, which is not installed", remedy
         )
     if run.precision.kind not in PRECISIONS:
         raise ConfigError(
@@ -89,9 +82,9 @@ def refuse_baseline(baseline: str, run: Run, n_ranks: int) -> None:
     find_family(run.model, BASELINES[baseline])
     if baseline == MEGATRON_CORE and not torch.cuda.is_available():
         raise MachineError(
-            f"--against {baseline}: attention and optimizer of megatron-core need "
+            f"{baseline}: attention and optimizer of megatron-core need "
             "an NVIDIA GPU, and this machine has none",
-            f"--against {TRANSFORMERS} and --against {PLAIN_TORCH} train on a CPU too",
+            f"{TRANSFORMERS} and {PLAIN_TORCH} train on a CPU too",
         )
 
 
@@ -224,11 +217,11 @@ def build_baseline(
     ours = GPT(run.model, plan.padded_vocabulary_size)
     initialize(ours, run.train.seed)
     if name == MEGATRON_CORE:
-        from trainyard.bench.megatron_core import MegatronBaseline
+        from benchmarks.megatron_core import MegatronBaseline
 
         baseline = MegatronBaseline(run, device, ours)
     elif name == PLAIN_TORCH:
-        from trainyard.bench.plain_torch import build_plain
+        from benchmarks.plain_torch import build_plain
 
         plain = build_plain(run.model, ours)
         baseline = AutocastBaseline(run, device, plain, plain)
