@@ -1,6 +1,6 @@
 """One process of a baseline that `against.py` times: like `trainyard.bench.worker`.
 
-python -m benchmarks.baseline_worker NAME FOLDER --spawned-at .. --attempt ..
+python -m benchmarks.baseline_worker NAME FOLDER JOB --spawned-at .. --attempt ..
 """
 
 from __future__ import annotations

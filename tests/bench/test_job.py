@@ -5,7 +5,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from trainyard.bench.job import BenchJob, Steps, describe_data, parse_steps, prepare_run
+from trainyard.bench.job import Steps, describe_data, parse_steps, prepare_run
 from trainyard.config.load import load_run
 from trainyard.data.indexed import IndexedDataset
 from trainyard.errors import ConfigError
@@ -42,14 +42,6 @@ def test_steps_that_cannot_be(text: str, warm_up: int | None, problem: str) -> N
         parse_steps(text, warm_up)
     assert error.value.problem.startswith(problem)
     assert "--steps" in error.value.hint
-
-
-def test_a_job_is_read_as_it_was_written(tmp_path: Path) -> None:
-    job = BenchJob(Steps(2, 5), takes_apart=False, profiles=True, seconds=0.5)
-    run = load_run("tiny").run
-    job.write(tmp_path, run)
-    assert BenchJob.read(tmp_path) == job
-    assert load_run(str(tmp_path / "run.toml")).run == run
 
 
 def test_a_run_without_data_reads_the_same_random_tokens_everywhere(tmp_path: Path) -> None:

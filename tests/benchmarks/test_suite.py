@@ -20,10 +20,12 @@ from benchmarks import peers, suite
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 # Not in the suite, each with its test or the reason.
 OTHERS = {
+    "against.py": "test_baselines.py",
     "checkpoint_interval.py": "tests/planning/test_saving.py",
     "comparing.py": "test_preparing.py",
     "front_door.py": "times the first commands, which tests run",
     "growth.py": "test_growth.py",
+    "guide_tables.py": "test_guide_tables.py",
     "layouts.py": "compares losses, as tests/parity do",
     "learning.py": "test_learning.py",
     "memory.py": "peak memory, without timing",

@@ -1,31 +1,21 @@
-"""The job of one benchmark candidate, which its processes read from a folder.
-
-A benchmark runs in rounds: each starts the processes of every candidate in turn, so that other load
-on the machine affects all alike. With `--compare fp32,bf16 --rounds 2`:
-
-    round 1: fp32    round 1: bf16    round 2: fp32    round 2: bf16
-"""
+"""What a benchmark times: which steps, of which run, on which data."""
 
 from __future__ import annotations
 
-import json
 import re
 from dataclasses import dataclass
 from pathlib import Path
 
-import msgspec
 import numpy as np
 
-from trainyard.config.load import render_run
 from trainyard.config.run import Blend, Data, Evaluate, Run, TokenizerChoice
 from trainyard.data.indexed import IndexedWriter, optimal_dtype
-from trainyard.errors import ConfigError, UserError
-from trainyard.launch.environment import hide_secrets
+from trainyard.errors import ConfigError
 from trainyard.planning.batches import BatchSchedule
 from trainyard.training.run_folder import find_end_of_document
 from trainyard.units import Length
 
-JOB, RUN, RESULT, REFUSAL = "job.json", "run.toml", "result.json", "refusal.json"
+RUN, RESULT = "run.toml", "result.json"
 TRACE, OPERATORS = "trace.json", "operators.txt"
 WARM_UP_STEPS, TIMED_STEPS, SPLIT_STEPS, PROFILED_STEPS = 3, 10, 5, 2
 MOST_RANDOM_TOKENS = 4 * 2**20
@@ -57,33 +47,6 @@ class BenchJob:
     """Whether to run more steps for a trace."""
     seconds: float = 0.0
     """Time for about this long, with extra steps if needed; needs two warm-up steps."""
-
-    def write(self, folder: Path, run: Run) -> None:
-        """Writes everything that the processes need to a folder."""
-        (folder / RUN).write_text(render_run(run), encoding="utf-8")
-        (folder / JOB).write_bytes(msgspec.json.encode(self))
-
-    @classmethod
-    def read(cls, folder: Path) -> BenchJob:
-        """Reads a job from `write`."""
-        return msgspec.json.decode((folder / JOB).read_bytes(), type=cls)
-
-
-def leave_refusal(error: UserError, folder: Path) -> None:
-    """Writes a process's message for its parent."""
-    problem, hint = hide_secrets(error.problem), hide_secrets(error.hint)
-    facts = {"problem": problem, "hint": hint, "exit_code": error.exit_code}
-    (folder / REFUSAL).write_text(json.dumps(facts), encoding="utf-8")
-
-
-def read_refusal(folder: Path) -> UserError | None:
-    """Reads the message of `leave_refusal`, if any."""
-    if not (folder / REFUSAL).exists():
-        return None
-    facts = json.loads((folder / REFUSAL).read_text(encoding="utf-8"))
-    error = UserError(facts["problem"], facts["hint"])
-    error.exit_code = facts["exit_code"]
-    return error
 
 
 def parse_steps(text: str, warm_up: int | None) -> Steps:

@@ -13,6 +13,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any, Protocol
 
+import msgspec
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -88,12 +89,13 @@ def build_ours(folder: Path, run: Run, plan: Plan, mesh: Mesh, timeline: Timelin
 
 
 def run_job(
-    folder: Path, process: Process, startup_seconds: dict[str, float], build: Builder
+    folder: Path, job_text: str, process: Process, startup_seconds: dict[str, float], build: Builder
 ) -> None:
-    """Runs the job of a folder as one rank; the first one writes `RESULT` there.
+    """Runs a job as one rank; the first one writes `RESULT` to the folder.
 
     Args:
-        folder: from `BenchJob.write`.
+        folder: has the run.
+        job_text: a `BenchJob`, as JSON.
         process: this rank.
         startup_seconds: by part of startup so far; receives the rest.
         build: builds the training.
@@ -108,7 +110,7 @@ def run_job(
         end = time.perf_counter()
         startup_seconds[name], start = end - start, end
 
-    job = BenchJob.read(folder)
+    job = msgspec.json.decode(job_text, type=BenchJob)
     run = load_run(str(folder / RUN)).run
     plan = resolve(run, process.n_ranks)
     end_part("config")

@@ -23,19 +23,23 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+import msgspec
+
 from trainyard.bench.job import (
     OPERATORS,
     RESULT,
+    RUN,
     TRACE,
     BenchJob,
     Steps,
     names_data,
     prepare_run,
-    read_refusal,
 )
+from trainyard.bench.worker import REFUSAL
+from trainyard.config.load import render_run
 from trainyard.config.run import Data, Run
 from trainyard.data.patterns import find_token_files
-from trainyard.errors import ConfigError, MachineError
+from trainyard.errors import ConfigError, MachineError, UserError
 from trainyard.launch.environment import Process, read_process
 from trainyard.launch.local import run_one, run_ranks
 from trainyard.planning.hardware import Machine, find_device
@@ -102,23 +106,33 @@ def run_rounds(runs: Sequence[BenchRun], rounds: Rounds, process: Process, folde
                 logger.info("round %d of %d: %s", number + 1, rounds.n_rounds, timed.name)
             here = folder / f"{number}-{index}"
             here.mkdir()
-            job.write(here, timed.run)
+            (here / RUN).write_text(render_run(timed.run), encoding="utf-8")
             command = [sys.executable, "-P", "-m", "trainyard.launch.watched", *timed.worker]
+            command += [str(here), msgspec.json.encode(job).decode()]
             attempt = number * len(runs) + index
-            command += [str(here), "--spawned-at", str(time.time()), "--attempt", str(attempt)]
+            command += ["--spawned-at", str(time.time()), "--attempt", str(attempt)]
             if process.n_ranks == 1 and rounds.n_ranks > 1:
                 run_ranks(rounds.n_ranks, command, here / "logs")
             else:
                 try:
                     run_one(process, [*command, "--leave-refusal"])
                 except MachineError as error:
-                    raise (read_refusal(here) or error) from None
+                    raise (_read_refusal(here / REFUSAL) or error) from None
             if process.rank == 0:
                 text = (here / RESULT).read_text(encoding="utf-8")
                 timed.results.append(json.loads(text))
             if job.profiles:
                 timed.profiles += [here / TRACE, here / OPERATORS]
         job = replace(job, takes_apart=False, profiles=False)
+
+
+def _read_refusal(path: Path) -> UserError | None:
+    if not path.exists():
+        return None
+    problem, hint, exit_code = json.loads(path.read_text(encoding="utf-8"))
+    error = UserError(problem, hint)
+    error.exit_code = exit_code
+    return error
 
 
 def refuse_other_machines(machine: Machine, n_devices: int, process: Process) -> None:

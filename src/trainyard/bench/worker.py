@@ -1,13 +1,14 @@
 """One process of a candidate, from the command line; slow imports wait until timing starts.
 
-    python -P -m trainyard.bench.worker FOLDER --spawned-at 1763755200.5 --attempt 0
+    python -P -m trainyard.bench.worker FOLDER JOB --spawned-at 1763755200.5 --attempt 0
 
-runs the folder's job as one rank, and writes its results there (`measure.run_job`).
+runs a job on the folder's run as one rank, and writes its results there (`measure.run_job`).
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import logging
 import sys
 import time
@@ -24,6 +25,9 @@ from trainyard.log import build_logger
 if TYPE_CHECKING:
     from trainyard.bench.measure import Builder
 
+REFUSAL = "refusal.json"
+"""The message of a lone process for its parent."""
+
 logger = logging.getLogger("trainyard")
 
 
@@ -35,6 +39,7 @@ def main(import_builder: Callable[[], Builder] | None = None) -> None:
     """
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("folder", type=Path)
+    parser.add_argument("job", help="a BenchJob, as JSON")
     parser.add_argument("--spawned-at", type=float, required=True)
     parser.add_argument("--attempt", type=int, required=True)
     parser.add_argument("--leave-refusal", action="store_true")
@@ -53,12 +58,11 @@ def main(import_builder: Callable[[], Builder] | None = None) -> None:
 
         build = import_builder() if import_builder else build_ours
         startup_seconds["imports"] = time.perf_counter() - start
-        run_job(arguments.folder, process, startup_seconds, build)
+        run_job(arguments.folder, arguments.job, process, startup_seconds, build)
     except UserError as error:
         if arguments.leave_refusal:
-            from trainyard.bench.job import leave_refusal
-
-            leave_refusal(error, arguments.folder)
+            refusal = [hide_secrets(error.problem), hide_secrets(error.hint), error.exit_code]
+            (arguments.folder / REFUSAL).write_text(json.dumps(refusal), encoding="utf-8")
         else:
             logger.error("error: %s", error)
         sys.exit(error.exit_code)
