@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import json
 
+import msgspec
 import pytest
 
-from trainyard.doctor.diagnosis import Diagnosis, diagnose, find_usual_machine
+from trainyard.doctor.diagnosis import Diagnosis, diagnose, find_usual_machine, render
 from trainyard.doctor.examine import Examination
-from trainyard.doctor.table import render
 from trainyard.doctor.verdict import PASS, REPLACE, WARN, WRITE, Finding
 from trainyard.errors import MachineError
 from trainyard.planning.clusters import find_machine
@@ -26,8 +26,8 @@ def ranks(
             each.facts = {"versions": {"torch": "2.13.0", "NVIDIA driver": "550.54"}}
             each.find([Finding("lock", "excludes another process", PASS)])
         rate = 480.0 if rank in slow else 770.0
-        each.measure([("matmuls bf16", rate, "TFLOP/s", "8192^3, median of 300")])
-        each.measure([(WRITE, 0.5, "GB/s", "1.0 GiB, flushed")])
+        each.measure("matmuls bf16", rate, "TFLOP/s", "8192^3, median of 300")
+        each.measure(WRITE, 0.5, "GB/s", "1.0 GiB, flushed")
         found.append(each)
     return found
 
@@ -97,6 +97,14 @@ def test_what_the_cluster_promises_and_is_not_there() -> None:
     assert "request all from the scheduler" in error.hint
 
 
+def test_no_device_at_all_is_not_a_broken_node() -> None:
+    found = ranks(1, 1, "cpu")
+    found[0].n_devices = 0
+    error = refusal(diagnose(found, find_machine("azure-ndv5")))
+    assert error.problem.endswith("devices on n1")
+    assert "login node" in error.hint
+
+
 def test_ranks_that_are_shown_one_device_each_count_together() -> None:
     found = ranks()
     for each in found:
@@ -124,6 +132,6 @@ def test_everything_can_be_read_as_json() -> None:
     assert set(found["facts"]) == {"n1", "n2"}
 
 
-def test_what_a_rank_found_travels_as_text() -> None:
-    (found,) = ranks(1, 1)
-    assert Examination.parse(found.render()) == found
+def test_results_of_a_rank_travel_as_json() -> None:
+    found = ranks(1, 2)
+    assert msgspec.json.decode(msgspec.json.encode(found), type=list[Examination]) == found

@@ -9,23 +9,23 @@ from pathlib import Path
 import pytest
 
 from trainyard.doctor.environment import (
+    SETTINGS,
     check_binding,
-    check_devices,
-    check_limits,
     check_load,
-    describe_environment,
+    check_machine,
+    describe_machine,
+    find_wrong_interface,
     format_cpus,
     parse_cpus,
 )
-from trainyard.doctor.network import SETTINGS, describe_network, find_wrong_interface
-from trainyard.doctor.verdict import PASS, REPLACE, WARN
+from trainyard.doctor.verdict import PASS, WARN
 from trainyard.launch.environment import Process, bound_to, read_variables
 
 INTERFACES = ["lo", "eth0", "hsn0", "hsn1"]
 
 
 def test_what_is_said_of_this_machine() -> None:
-    facts = describe_environment(Process())
+    facts = describe_machine(Process())
     assert facts["versions"]["trainyard"] and facts["versions"]["python"]
     assert facts["versions"]["torch"] != "not installed"
     assert facts["processor"]["cores"] == str(os.cpu_count())
@@ -38,6 +38,7 @@ def test_what_is_said_of_this_machine() -> None:
     assert facts["limits"]["open files"].startswith(
         str(resource.getrlimit(resource.RLIMIT_NOFILE)[0])
     )
+    assert "127.0.0.1" in facts["network"]["lo"]
     for path in facts["programs"].values():
         assert Path(path).exists()
     assert all(isinstance(text, str) for section in facts.values() for text in section.values())
@@ -84,40 +85,15 @@ def test_a_rank_far_from_its_device() -> None:
     assert found.text == f"local rank 0 to {first}, but its device is next to {second}"
 
 
-@pytest.mark.parametrize(
-    ("n_found", "names", "texts"),
-    [
-        (8, ["H100"], []),
-        (7, ["H100"], ["7 of the 8 in the cluster's profile"]),
-        (8, ["H100", "A100 40GB"], ["A100 40GB, but the cluster's profile has H100"]),
-        (0, [], ["0 of the 8 in the cluster's profile"]),
-    ],
-)
-def test_devices_that_were_promised(n_found: int, names: list[str], texts: list[str]) -> None:
-    found = check_devices(n_found, names, 8, "H100")
-    assert [each.text for each in found] == texts
-    assert all(each.verdict == REPLACE and each.hint for each in found)
-
-
-def test_no_device_at_all_is_not_a_broken_node() -> None:
-    (found,) = check_devices(0, [], 8, "H100")
-    assert "login node" in found.hint
-
-
 def test_too_few_open_files() -> None:
     before = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (256, before[1]))
     try:
-        (found,) = check_limits(0, has_rdma=False)
+        found = check_machine(0)[0]
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, before)
     assert (found.name, found.text, found.verdict) == ("open files", "256 at most", WARN)
     assert found.hint.startswith("ulimit -n")
-
-
-def test_the_loopback_interface_is_described() -> None:
-    facts = describe_network()
-    assert "127.0.0.1" in facts["lo"]
 
 
 def test_settings_of_the_network_alone_are_read() -> None:

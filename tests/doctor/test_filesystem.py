@@ -6,21 +6,21 @@ import pytest
 
 from trainyard.doctor import filesystem
 from trainyard.doctor.filesystem import (
+    NEW,
     describe_folder,
     find_mount,
     locked_file,
     look_for,
     measure_rates,
     trial_folder,
-    try_promises,
+    try_guarantees,
 )
-from trainyard.doctor.second import NEW
 from trainyard.doctor.verdict import PASS, REPLACE, WARN
 from trainyard.errors import MachineError
 
 
 def test_this_file_system_keeps_its_promises(tmp_path: Path) -> None:
-    found = try_promises(tmp_path)
+    found = try_guarantees(tmp_path)
     assert [each.name for each in found] == [
         *("sync", "memory map", "rename of a folder", "rename of a file", "lock")
     ]
@@ -32,7 +32,7 @@ def test_this_file_system_keeps_its_promises(tmp_path: Path) -> None:
 def test_what_cannot_be_done_is_said_by_its_name(tmp_path: Path) -> None:
     (tmp_path / "final").mkdir()
     (tmp_path / "final" / "file").write_bytes(b"in the way")
-    found = {each.name: each for each in try_promises(tmp_path)}
+    found = {each.name: each for each in try_guarantees(tmp_path)}
     assert found["rename of a folder"].verdict == REPLACE
     assert "ENOTEMPTY" in found["rename of a folder"].text
     assert found["rename of a folder"].hint == "keep run folders on another file system"
@@ -41,7 +41,7 @@ def test_what_cannot_be_done_is_said_by_its_name(tmp_path: Path) -> None:
 
 def test_a_file_system_without_locks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(filesystem.fcntl, "flock", lambda file, how: None)  # as NFS with nolock
-    found = {each.name: each for each in try_promises(tmp_path)}
+    found = {each.name: each for each in try_guarantees(tmp_path)}
     assert (found["lock"].verdict, found["lock"].text) == (
         WARN,
         "does not exclude another process",
@@ -78,14 +78,14 @@ def test_a_file_that_is_read_while_it_is_replaced_in_two_steps(
         return real([command[0], str(module), *command[4:]], **options)  # type: ignore[call-overload]
 
     monkeypatch.setattr(filesystem.subprocess, "Popen", start)
-    found = filesystem._try_rename(tmp_path)
+    (found,) = (each for each in try_guarantees(tmp_path) if each.name == "rename of a file")
     assert (found.verdict, found.text) == (REPLACE, "leaves it missing for a moment")
 
 
 def test_a_second_process_that_fails_is_told_of(tmp_path: Path) -> None:
     with (
         pytest.raises(OSError, match=r"a second process failed: FileNotFoundError"),
-        filesystem._second("lock", tmp_path / "missing"),
+        filesystem._second_process("lock", tmp_path / "missing"),
     ):
         pass
 
@@ -96,10 +96,10 @@ def test_rates_are_of_the_bytes_that_were_written(tmp_path: Path) -> None:
     def wait() -> None:
         sizes.extend(path.stat().st_size for path in tmp_path.iterdir())
 
-    rates = measure_rates(tmp_path, 20 * 2**20, wait)
+    written, read, how = measure_rates(tmp_path, 20 * 2**20, wait)
     assert sizes == [16 * 2**20]  # whole pieces; the first wait is before there is a file
-    assert rates.write > 0 and rates.read > 0
-    assert rates.read_how in (
+    assert written > 0 and read > 0
+    assert how in (
         "read past the page cache",
         "read after advising the kernel to drop it",
         "possibly read from memory",

@@ -51,10 +51,10 @@ def test_a_device_is_compared_once_and_refused_where_it_compiles_wrongly(
 
 
 def test_doctor_compares_too(monkeypatch: pytest.MonkeyPatch) -> None:
-    (finding,) = compare_compiled(torch.device("cpu"))
+    finding = compare_compiled(torch.device("cpu"))
     assert finding.verdict == PASS
     plant_a_compiler_that_is_wrong(monkeypatch)
-    (finding,) = compare_compiled(torch.device("cpu"))
+    finding = compare_compiled(torch.device("cpu"))
     assert finding.verdict == REPLACE and "differs" in finding.text
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import shlex
-import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -16,7 +15,7 @@ from trainyard.launch.environment import Process, read_process
 
 if TYPE_CHECKING:
     from trainyard.doctor.diagnosis import Diagnosis
-    from trainyard.doctor.examine import Examination, Order
+    from trainyard.doctor.examine import Examination, Settings
 
 GIGA = 10**9
 
@@ -57,10 +56,9 @@ def doctor(
     """
     from trainyard.config.cluster import read_cluster
     from trainyard.doctor.calibrate import refuse_file
-    from trainyard.doctor.diagnosis import diagnose
+    from trainyard.doctor.diagnosis import diagnose, render
     from trainyard.doctor.environment import has_torch
-    from trainyard.doctor.examine import Order
-    from trainyard.doctor.table import render
+    from trainyard.doctor.examine import Settings
     from trainyard.planning.clusters import find_machine
 
     process = read_process()
@@ -71,16 +69,11 @@ def doctor(
         refuse_file(calibrate)
         if not has_torch():
             raise MachineError("--calibrate: measuring needs torch", install_command("train"))
-    order = Order(
-        runs=folder,
-        budget_seconds=seconds,
-        file_bytes=int(gigabytes * GIGA),
-        cpu_lists=tuple(cpu_lists),
-    )
-    found = _examine(process, order, ranks)
+    settings = Settings(str(folder), seconds, int(gigabytes * GIGA), tuple(cpu_lists))
+    examinations = _examine(process, settings, ranks)
     if process.rank > 0:
         return
-    diagnosis = diagnose(found, promised, nodes)
+    diagnosis = diagnose(examinations, promised, nodes)
     typer.echo(json.dumps(diagnosis.as_json(), indent=2) if as_json else render(diagnosis))
     if calibrate is not None:
         _calibrate(diagnosis, cluster, calibrate)
@@ -116,10 +109,9 @@ def command_for(cluster: str | None, n_nodes: int) -> str:
     return f"{start} {shlex.join([*words, '--nodes', str(n_nodes)])}"
 
 
-def _examine(process: Process, order: Order, ranks: int | None) -> list[Examination]:
+def _examine(process: Process, settings: Settings, ranks: int | None) -> list[Examination]:
     from trainyard.doctor.environment import has_torch
-    from trainyard.doctor.examine import examine
-    from trainyard.doctor.worker import examine_in_processes
+    from trainyard.doctor.examine import examine, examine_in_processes
 
     if not has_torch():
         if ranks is not None and ranks > 1:
@@ -127,15 +119,14 @@ def _examine(process: Process, order: Order, ranks: int | None) -> list[Examinat
                 f"--ranks {ranks}: without torch, doctor can only describe this machine",
                 f"{install_command('train')}, or omit --ranks",
             )
-        return examine(process, order)
+        return examine(process, settings)
     if ranks is None and process.n_ranks == 1:
         import torch
 
         ranks = max(1, torch.cuda.device_count())
     if ranks is None or ranks == 1:
-        return examine(process, order)
-    with tempfile.TemporaryDirectory(prefix="trainyard-doctor-") as name:
-        return examine_in_processes(ranks, order, Path(name))
+        return examine(process, settings)
+    return examine_in_processes(ranks, settings)
 
 
 def _calibrate(diagnosis: Diagnosis, base: str | None, path: Path) -> None:

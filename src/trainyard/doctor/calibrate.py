@@ -90,13 +90,13 @@ def calibrate(machine: Machine, rows: Sequence[Row], shape: Shape) -> dict[str, 
         rows: the measurements.
         shape: the placement of the measuring ranks on nodes.
     """
-    found = {row.name: row.median for row in rows}
+    medians = {row.name: row.median for row in rows}
     device, is_cpu = machine.device, machine.device.name == "CPU"
     figures: dict[str, Any] = {"devices_per_node": shape.ranks_per_node} if is_cpu else {}
     shares: dict[str, float] = {}
     matmuls = {
         name.removeprefix(f"{MATMULS} "): rate
-        for name, rate in found.items()
+        for name, rate in medians.items()
         if name.startswith(MATMULS)
     }
     peaks = {kind: peak / TERA for kind, peak in device.peaks.items()}
@@ -106,39 +106,30 @@ def calibrate(machine: Machine, rows: Sequence[Row], shape: Shape) -> dict[str, 
     kind = next((kind for kind in HALF_KINDS if kind in matmuls and kind in peaks), None)
     if kind is not None:
         shares["matmul_share"] = _share(matmuls[kind], peaks[kind])
-    for name, rate in found.items():
-        kind = name.removeprefix(f"{ATTENTION} ")
-        if name.startswith(ATTENTION) and kind in peaks:
-            shares["attention_share"] = _share(rate, peaks[kind])
+    for kind, peak in peaks.items():
+        if f"{ATTENTION} {kind}" in medians:
+            shares["attention_share"] = _share(medians[f"{ATTENTION} {kind}"], peak)
     for name, field, figure in (
         (MEMORY, "memory", device.memory_bytes_per_second),
         (IN_NODE, "link", machine.link_bytes_per_second),
         (BETWEEN_NODES, "network", machine.network_bytes_per_second),
     ):
-        if name in found:
-            said = math.inf if is_cpu or figure is None else figure / GIGA
-            if is_cpu or found[name] > said:
-                said = found[name]
-                figures[f"{field}_gigabytes_per_second"] = _round(said)
-            shares[f"{field}_share"] = _share(found[name], said)
-    return figures | _latencies(found, shape) | {"efficiencies": shares}
-
-
-def _latencies(found: Mapping[str, float], shape: Shape) -> dict[str, float]:
-    """Splits latencies of small all-reduces into hops, the inverse of `planning.time`.
-
-    A ring inside a node has n - 1 hops, a tree between nodes log2 n; each hop is passed twice.
-    """
-    latencies: dict[str, float] = {}
+        if name in medians:
+            datasheet = math.inf if is_cpu or figure is None else figure / GIGA
+            if is_cpu or medians[name] > datasheet:
+                datasheet = medians[name]
+                figures[f"{field}_gigabytes_per_second"] = _round(datasheet)
+            shares[f"{field}_share"] = _share(medians[name], datasheet)
+    # Latencies of small all-reduces in hops, the inverse of `planning.time`: a ring inside a node
+    # has n - 1, a tree between nodes log2 n; each is passed twice.
     n_hops = shape.ranks_per_node - 1
-    inside = found.get(LATENCY + IN_NODE, 0.0) / 2
+    inside = medians.get(LATENCY + IN_NODE, 0.0) / 2
     if inside and n_hops:
-        latencies["link_latency_microseconds"] = _round(inside / n_hops)
-    if LATENCY + OF_ALL in found:
-        between = found[LATENCY + OF_ALL] / 2 - inside
-        n_levels = math.log2(shape.n_nodes)
-        latencies["network_latency_microseconds"] = _round(max(0.0, between / n_levels))
-    return latencies
+        figures["link_latency_microseconds"] = _round(inside / n_hops)
+    if LATENCY + OF_ALL in medians:
+        between = max(0.0, medians[LATENCY + OF_ALL] / 2 - inside)
+        figures["network_latency_microseconds"] = _round(between / math.log2(shape.n_nodes))
+    return figures | {"efficiencies": shares}
 
 
 def _share(measured: float, figure: float) -> float:

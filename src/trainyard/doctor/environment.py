@@ -1,25 +1,33 @@
 """Facts about this machine, without measurements; works without torch.
 
-    describe_environment(process)  ->  {"versions": {"trainyard": "0.1.0", ..},
-                                        "processor": {"cores": "64", "bound to": "1-7", ..}, ..}
+    describe_machine(process)  ->  {"versions": {"trainyard": "0.1.0", ..},
+                                    "processor": {"cores": "64", "bound to": "1-7", ..}, ..}
 
 Sections of named facts, all text: for people, and in JSON for programs to compare. Facts that
 cannot be read (another system, a container that hides them) are omitted. Each problem is a
 `Finding` with a hint.
+
+A wrong name in GLOO_SOCKET_IFNAME or NCCL_SOCKET_IFNAME is the most common reason why ranks meet
+but cannot communicate. NCCL takes prefixes: "hsn" is hsn0 and hsn1, "=hsn0" only hsn0, "^lo" all
+but lo; gloo takes whole names.
 """
 
 from __future__ import annotations
 
+import fcntl
 import importlib.util
 import os
+import re
 import resource
 import shutil
-from collections.abc import Iterable, Sequence
+import socket
+import struct
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from importlib import metadata
 from pathlib import Path
 
-from trainyard.doctor.verdict import PASS, REPLACE, WARN, Finding
-from trainyard.launch.environment import Process, bound_to, read_versions
+from trainyard.doctor.verdict import PASS, WARN, Finding
+from trainyard.launch.environment import Process, bound_to, read_variables, read_versions
 from trainyard.units import format_bytes
 
 Facts = dict[str, dict[str, str]]
@@ -28,35 +36,23 @@ PROGRAMS = (
     *("sbatch", "srun", "qsub", "mpiexec", "mpirun", "ssh", "torchrun"),
     *("apptainer", "singularity", "enroot"),
 )
-SYSTEM = Path("/sys")
-PROCESSES = Path("/proc")
+SYSTEM, PROCESSES, SHARED_MEMORY = Path("/sys"), Path("/proc"), Path("/dev/shm")
 DRIVERS = {
     "NVIDIA driver": PROCESSES / "driver/nvidia/version",
     "AMD driver": SYSTEM / "module/amdgpu/version",
 }
+GLOO, NCCL = "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"
+SETTINGS = re.compile(
+    r"(NCCL|RCCL|GLOO|FI|CXI|UCX|HSA|MASTER|OMP)_\w+|(CUDA|ROCR|HIP)_VISIBLE_DEVICES"
+)
+"""Variables that control communication and visible devices."""
+GET_ADDRESS = 0x8915  # SIOCGIFADDR of Linux
 LEAST_OPEN_FILES = 1024
 """Every rank keeps its token files and a connection to other ranks open."""
 LEAST_SHARED_MEMORY = 256 * 2**20
 """Of /dev/shm, which NCCL and RCCL use inside a node; containers often have 64 MiB."""
-
-
 MOST_LOAD = 0.5
 """Load per core by other processes, above which measurements are not representative."""
-
-
-def describe_environment(process: Process) -> Facts:
-    """Describes software, processor, memory, limits, programs and, with torch, devices."""
-    versions = read_versions()
-    versions.pop("machine")
-    versions["torchao"] = _version_of("torchao")
-    return {
-        "versions": versions | _driver_versions(),
-        "devices": _describe_devices() if has_torch() else {},
-        "processor": _describe_processor(process),
-        "memory": _describe_memory(),
-        "limits": _describe_limits(),
-        "programs": {name: path for name in PROGRAMS if (path := shutil.which(name))},
-    }
 
 
 def has_torch() -> bool:
@@ -64,30 +60,51 @@ def has_torch() -> bool:
     return importlib.util.find_spec("torch") is not None
 
 
-def check_limits(n_devices: int, has_rdma: bool) -> list[Finding]:
-    """Judges limits that stop a training run in its first minute.
+def describe_machine(process: Process) -> Facts:
+    """Describes software, hardware, limits, programs, network and, with torch, devices."""
+    versions = read_versions()
+    processor = versions.pop("machine")
+    try:
+        versions["torchao"] = metadata.version("torchao")
+    except metadata.PackageNotFoundError:
+        versions["torchao"] = "not installed"
+    for name, path in DRIVERS.items():
+        if text := read(path):  # NVIDIA's first line ends in the version and the build date
+            versions[name] = text.splitlines()[0]
+    return {
+        "versions": versions,
+        "devices": _describe_devices() if has_torch() else {},
+        "processor": {"model": processor} | _describe_processor(process),
+        "memory": _describe_memory(),
+        "limits": _describe_limits(),
+        "programs": {name: found for name in PROGRAMS if (found := shutil.which(name))},
+        "network": describe_network(),
+        "variables": read_variables(SETTINGS),
+    }
+
+
+def check_machine(n_devices: int) -> list[Finding]:
+    """Judges limits that stop a training run in its first minute, and the load.
 
     Args:
-        n_devices: number of devices of this machine.
-        has_rdma: whether it has RDMA devices, which need locked memory.
+        n_devices: number of GPUs of this machine.
     """
-    found = []
+    findings = []
     n_files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     if 0 <= n_files < LEAST_OPEN_FILES:
         hint = f"ulimit -n {LEAST_OPEN_FILES} or more, before starting"
-        found.append(Finding("open files", f"{n_files} at most", WARN, hint))
+        findings.append(Finding("open files", f"{n_files} at most", WARN, hint))
     locked, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
-    if has_rdma and locked != resource.RLIM_INFINITY:
+    if locked != resource.RLIM_INFINITY and _rdma_devices():
         hint = "ulimit -l unlimited; under a scheduler, raise the limit of its daemon"
         text = f"{format_bytes(locked)} at most, but RDMA devices need it"
-        found.append(Finding("locked memory", text, WARN, hint))
-    shared = Path("/dev/shm")
-    if n_devices > 1 and shared.is_dir():
-        free = shutil.disk_usage(shared).free
+        findings.append(Finding("locked memory", text, WARN, hint))
+    if n_devices > 1 and SHARED_MEMORY.is_dir():
+        free = shutil.disk_usage(SHARED_MEMORY).free
         if free < LEAST_SHARED_MEMORY:
             hint = "in a container: --shm-size 8g, or --ipc host"
-            found.append(Finding("/dev/shm", f"{format_bytes(free)} free", WARN, hint))
-    return found
+            findings.append(Finding("/dev/shm", f"{format_bytes(free)} free", WARN, hint))
+    return findings + check_load(os.getloadavg()[0], os.cpu_count() or 1)
 
 
 def check_load(load: float, n_cores: int) -> list[Finding]:
@@ -106,45 +123,54 @@ def check_binding(process: Process, lists: Sequence[str], near_device: str | Non
         lists: CPU lists of the cluster's profile, by local rank, such as "49-55"; may be empty.
         near_device: the CPUs next to its device; None: unknown.
     """
+    bound = bound_to()
+    text = f"local rank {process.local_rank} to {format_cpus(bound)}, but"
     if process.n_local_ranks == 1:
         return []
-    bound, rank = bound_to(), f"local rank {process.local_rank}"
     if process.local_rank < len(lists):
         wanted = lists[process.local_rank]
-        if bound != parse_cpus(wanted):
-            text = f"{rank} to {format_cpus(bound)}, but the profile has {wanted}"
-            hint = "start the ranks as `trainyard launch` does, which binds them as in the profile"
-            return [Finding("binding", text, WARN, hint)]
-        return [Finding("binding", f"{rank} to {wanted}, as in the profile", PASS)]
+        if bound == parse_cpus(wanted):
+            text = f"local rank {process.local_rank} to {wanted}, as in the profile"
+            return [Finding("binding", text, PASS)]
+        hint = "start the ranks as `trainyard launch` does, which binds them as in the profile"
+        return [Finding("binding", f"{text} the profile has {wanted}", WARN, hint)]
     if near_device and not bound & parse_cpus(near_device):
-        text = f"{rank} to {format_cpus(bound)}, but its device is next to {near_device}"
+        text += f" its device is next to {near_device}"
         return [Finding("binding", text, WARN, "bind each rank next to its device")]
     return []
 
 
-def check_devices(
-    n_found: int, names: Iterable[str], n_promised: int, wanted: str
-) -> list[Finding]:
-    """Compares the devices of a node with the cluster's profile.
+def find_wrong_interface(
+    settings: Mapping[str, str], names: Sequence[str]
+) -> tuple[str, str] | None:
+    """Finds a variable that names a missing interface.
 
     Args:
-        n_found: devices of this node that its ranks see.
-        names: their kinds, as named in `planning.hardware`.
-        n_promised: number in the profile.
-        wanted: kind in the profile.
+        settings: environment variables.
+        names: existing interfaces.
+
+    Returns:
+        problem and hint; None: no problem.
     """
-    found = []
-    if n_found < n_promised:
-        problem = f"{n_found} of the {n_promised} in the cluster's profile"
-        hint = "request all from the scheduler; if it granted them, one has failed: drain the node"
-        if n_found == 0:
-            hint = "torch sees none: a login node, a job without GPUs, or a CPU-only torch"
-        found.append(Finding("devices", problem, REPLACE, hint))
-    others = sorted(set(names) - {wanted})
-    if n_found and others:
-        problem = f"{', '.join(others)}, but the cluster's profile has {wanted}"
-        found.append(Finding("devices", problem, REPLACE, "set the right cluster with --cluster"))
-    return found
+    for variable in (GLOO, NCCL):
+        value = settings.get(variable, "")
+        if not value or value.startswith("^"):
+            continue
+        is_exact = variable == GLOO or value.startswith("=")
+        # NCCL also takes "name:port".
+        wanted = [word.partition(":")[0] for word in value.removeprefix("=").split(",")]
+        missing = [
+            word
+            for word in wanted
+            if not any(name == word if is_exact else name.startswith(word) for name in names)
+        ]
+        if missing and (variable == GLOO or len(missing) == len(wanted)):
+            others = ", ".join(name for name in names if name != "lo") or "only lo"
+            return (
+                f"{variable}={value}: there is no network interface {', '.join(missing)}",
+                f"available: {others}; export the one that reaches the other machines",
+            )
+    return None
 
 
 def parse_cpus(text: str) -> set[int]:
@@ -167,13 +193,8 @@ def format_cpus(cpus: Iterable[int]) -> str:
     return ",".join(str(a) if a == b else f"{a}-{b}" for a, b in spans)
 
 
-def cpus_near(bus_id: str) -> str | None:
-    """Returns the CPUs next to a device, by its PCI address such as "0000:c1:00.0"."""
-    return read(SYSTEM / "bus/pci/devices" / bus_id / "local_cpulist")
-
-
-def bus_id_of(index: int) -> str | None:
-    """Returns the PCI address of a GPU; None if torch does not provide it."""
+def pci_folder(index: int) -> Path | None:
+    """Returns the folder of facts about a GPU in /sys; None if torch gives no PCI address."""
     import torch
 
     properties = torch.cuda.get_device_properties(index)
@@ -181,7 +202,7 @@ def bus_id_of(index: int) -> str | None:
     if None in parts:
         return None
     domain, bus, device = parts
-    return f"{domain:04x}:{bus:02x}:{device:02x}.0"
+    return SYSTEM / "bus/pci/devices" / f"{domain:04x}:{bus:02x}:{device:02x}.0"
 
 
 def _describe_devices() -> dict[str, str]:
@@ -205,24 +226,21 @@ def _describe_devices() -> dict[str, str]:
         facts["NCCL"] = ".".join(map(str, version))
     for index in range(torch.cuda.device_count()):
         properties = torch.cuda.get_device_properties(index)
-        text = f"{properties.name}, {format_bytes(properties.total_memory)}"
-        bus_id = bus_id_of(index)
-        if bus_id is not None:
-            numa = read(SYSTEM / "bus/pci/devices" / bus_id / "numa_node")
-            near = cpus_near(bus_id)
-            text += f", {bus_id}" + (f", NUMA node {numa}" if numa not in (None, "-1") else "")
-            text += f", next to processors {near}" if near else ""
-        facts[f"GPU {index}"] = text
+        words = [properties.name, format_bytes(properties.total_memory)]
+        if (folder := pci_folder(index)) is not None:
+            numa, near = read(folder / "numa_node"), read(folder / "local_cpulist")
+            words += [folder.name, *([f"NUMA node {numa}"] if numa not in (None, "-1") else [])]
+            words += [f"next to processors {near}"] if near else []
+        facts[f"GPU {index}"] = ", ".join(words)
     return facts
 
 
 def _describe_processor(process: Process) -> dict[str, str]:
-    facts = {"model": read_versions()["machine"], "cores": str(os.cpu_count() or 1)}
+    facts = {"cores": str(os.cpu_count() or 1)}
     facts["load"] = f"{os.getloadavg()[0]:.1f} in the last minute"
     facts["bound to"] = f"{format_cpus(bound_to())} (local rank {process.local_rank})"
     for node in sorted((SYSTEM / "devices/system/node").glob("node[0-9]*")):
-        cpus = read(node / "cpulist")
-        if cpus:
+        if cpus := read(node / "cpulist"):
             facts[f"NUMA {node.name}"] = cpus
     quota = _control_group("cpu.max")
     if quota and not quota.startswith("max"):
@@ -244,42 +262,58 @@ def _describe_memory() -> dict[str, str]:
 
 
 def _describe_limits() -> dict[str, str]:
-    def text_of(number: int, *, is_size: bool = False) -> str:
-        if number == resource.RLIM_INFINITY:
-            return "unlimited"
-        return format_bytes(number) if is_size else str(number)
+    def limits(kind: int, show: Callable[[int], str] = str) -> list[str]:
+        both = resource.getrlimit(kind)
+        return ["unlimited" if n == resource.RLIM_INFINITY else show(n) for n in both]
 
-    files, locked = resource.RLIMIT_NOFILE, resource.RLIMIT_MEMLOCK
     facts = {
-        "open files": "{} (up to {})".format(*map(text_of, resource.getrlimit(files))),
-        "locked memory": text_of(resource.getrlimit(locked)[0], is_size=True),
+        "open files": "{} (up to {})".format(*limits(resource.RLIMIT_NOFILE)),
+        "locked memory": limits(resource.RLIMIT_MEMLOCK, format_bytes)[0],
     }
     if hasattr(resource, "RLIMIT_NPROC"):
-        facts["processes"] = text_of(resource.getrlimit(resource.RLIMIT_NPROC)[0])
-    shared = Path("/dev/shm")
-    if shared.is_dir():
-        usage = shutil.disk_usage(shared)
+        facts["processes"] = limits(resource.RLIMIT_NPROC)[0]
+    if SHARED_MEMORY.is_dir():
+        usage = shutil.disk_usage(SHARED_MEMORY)
         facts["/dev/shm"] = f"{format_bytes(usage.free)} free of {format_bytes(usage.total)}"
     return facts
 
 
-def _driver_versions() -> dict[str, str]:
-    # NVIDIA's first line ends in the version and the build date.
-    texts = {name: read(path) for name, path in DRIVERS.items()}
-    return {name: text.splitlines()[0] for name, text in texts.items() if text}
+def describe_network() -> dict[str, str]:
+    """Describes each interface (state, address, speed) and each RDMA device."""
+    facts = {}
+    for _, name in socket.if_nameindex():
+        folder = SYSTEM / "class/net" / name
+        speed = read(folder / "speed") or ""
+        words = [read(folder / "operstate"), _address_of(name)]
+        words += [f"{int(speed) / 1000:g} Gb/s"] if speed.isdigit() else []
+        facts[name] = ", ".join(filter(None, words)) or "unknown"
+    for device in _rdma_devices():
+        ports = sorted(device.glob("ports/*"))
+        texts = [f"{read(port / 'state') or ''}, {read(port / 'rate') or ''}" for port in ports]
+        facts[device.name] = "; ".join(texts) or "there"
+    return facts
+
+
+def _rdma_devices() -> list[Path]:
+    """Lists the InfiniBand, RoCE and Slingshot devices."""
+    return [
+        path for kind in ("infiniband", "cxi") for path in sorted(SYSTEM.glob(f"class/{kind}/*"))
+    ]
+
+
+def _address_of(interface: str) -> str:
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        try:
+            answer = fcntl.ioctl(probe, GET_ADDRESS, struct.pack("256s", interface.encode()[:15]))
+        except OSError:
+            return ""
+    return socket.inet_ntoa(answer[20:24])
 
 
 def _control_group(name: str) -> str | None:
     """Reads a limit of this process's cgroup (v2)."""
     own = (read(PROCESSES / "self/cgroup") or "").rpartition("::")[2].strip("/\n")
     return read(SYSTEM / "fs/cgroup" / own / name)
-
-
-def _version_of(package: str) -> str:
-    try:
-        return metadata.version(package)
-    except metadata.PackageNotFoundError:
-        return "not installed"
 
 
 def read(path: Path) -> str | None:

@@ -2,26 +2,35 @@
 
 All ranks measure at the same time, as in training: processes that share a processor share its rate,
 and all ranks write to the disk together, as for a checkpoint.
+
+    python -P -m trainyard.doctor.examine SETTINGS RESULTS
+
+is one local rank of `trainyard doctor --ranks`; rank 0 writes the results of all.
 """
 
 from __future__ import annotations
 
-import json
-import os
+import logging
 import platform
 import socket
+import sys
+import tempfile
 from collections.abc import Iterable
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+import msgspec
 
 from trainyard import __version__
-from trainyard.doctor import environment, filesystem, network
+from trainyard.doctor import environment, filesystem
 from trainyard.doctor.rank_group import RankGroup
 from trainyard.doctor.verdict import PASS, READ, REPLACE, WARN, WRITE, Finding, Measurement
-from trainyard.errors import MachineError
-from trainyard.launch.environment import Process, read_variables
+from trainyard.errors import MachineError, UserError
+from trainyard.launch.environment import Process, hide_secrets, read_process, read_variables
+from trainyard.launch.local import run_ranks
+from trainyard.log import build_logger
 from trainyard.planning.hardware import GIGA
 from trainyard.units import format_bytes
 
@@ -32,17 +41,17 @@ if TYPE_CHECKING:
 
 LEAST_BYTES_PER_SECOND = 20e6
 """Lowest rate of a slow disk that is not hung."""
-
-
 COMPILE_SECONDS = 60.0
 """To compile a small block, on a busy machine."""
 
+logger = logging.getLogger("trainyard")
+
 
 @dataclass(frozen=True)
-class Order:
+class Settings:
     """Settings of an examination."""
 
-    runs: Path
+    runs: str
     """The folder of the runs."""
     budget_seconds: float = 0.5
     """Time per measurement."""
@@ -73,30 +82,48 @@ class Examination:
         """Records findings of this machine."""
         self.findings += [replace(each, place=each.place or self.host) for each in findings]
 
-    def measure(self, found: Iterable[tuple[str, float, str, str]]) -> None:
-        """Records measurements: name, value, unit, and the timed operations."""
-        for name, value, unit, how in found:
-            self.measurements.append(Measurement(name, value, unit, self.rank, self.host, how))
-
-    @classmethod
-    def parse(cls, text: str) -> Examination:
-        """Parses the output of `render`."""
-        values: dict[str, Any] = json.loads(text)
-        values["findings"] = [Finding(**each) for each in values["findings"]]
-        values["measurements"] = [Measurement(**each) for each in values["measurements"]]
-        return cls(**values)
-
-    def render(self) -> str:
-        """Returns it as JSON."""
-        return json.dumps(asdict(self))
+    def measure(self, name: str, value: float, unit: str, how: str) -> None:
+        """Records a measurement, and the timed operations."""
+        self.measurements.append(Measurement(name, value, unit, self.rank, self.host, how))
 
 
-def examine(process: Process, order: Order) -> list[Examination]:
+def examine_in_processes(n_ranks: int, settings: Settings) -> list[Examination]:
+    """Examines this machine with processes of its own.
+
+    Args:
+        n_ranks: at least 2.
+        settings: the settings.
+
+    Raises:
+        MachineError: one failed; includes its rank and output.
+    """
+    with tempfile.TemporaryDirectory(prefix="trainyard-doctor-") as name:
+        results = Path(name) / "results.json"
+        command = [sys.executable, "-P", "-m", "trainyard.launch.watched", __name__]
+        arguments = [msgspec.json.encode(settings).decode(), str(results)]
+        run_ranks(n_ranks, [*command, *arguments], Path(name) / "logs")
+        return msgspec.json.decode(results.read_bytes(), type=list[Examination])
+
+
+def main() -> None:
+    """Runs one rank from the command line."""
+    build_logger(hide_secrets)
+    process = read_process()
+    try:
+        results = examine(process, msgspec.json.decode(sys.argv[1], type=Settings))
+    except UserError as error:
+        logger.error("error: %s", error)
+        sys.exit(error.exit_code)
+    if process.rank == 0:
+        Path(sys.argv[2]).write_bytes(msgspec.json.encode(results))
+
+
+def examine(process: Process, settings: Settings) -> list[Examination]:
     """Examines the machines of all ranks; every rank calls it.
 
     Args:
         process: this rank.
-        order: the settings.
+        settings: the settings.
 
     Returns:
         the results of all ranks on rank 0; each other rank's own results.
@@ -104,24 +131,24 @@ def examine(process: Process, order: Order) -> list[Examination]:
     Raises:
         UserError: a rank is missing, cannot communicate with others, or cannot write to the disk.
     """
+    patience = settings.patience_seconds
     if not environment.has_torch():
-        own = _look(process)
-        _examine_folder(own, process, order, RankGroup(process, None, order.patience_seconds))
+        own = _describe(process)
+        _examine_folder(own, process, settings, RankGroup(process, None, patience))
         return [own]
     from trainyard.parallel.mesh import choose_device
     from trainyard.parallel.start import start_ranks
 
     device = choose_device(process)
-    own = _look(process)
+    own = _describe(process)
     with (
-        start_ranks(
-            process, device, lambda: _gather_facts(process), order.patience_seconds
-        ) as ranks,
-        RankGroup(process, ranks.store, order.patience_seconds) as group,
+        start_ranks(process, device, lambda: _gather_facts(process), patience) as ranks,
+        RankGroup(process, ranks.store, patience) as group,
     ):
-        _examine_device(own, ranks, order, group)
-        _examine_folder(own, process, order, group)
-        return [Examination.parse(text) for text in group.gather(own.render())]
+        _examine_device(own, ranks, settings, group)
+        _examine_folder(own, process, settings, group)
+        texts = group.gather(msgspec.json.encode(own).decode())
+        return [msgspec.json.decode(text, type=Examination) for text in texts]
 
 
 def _gather_facts(process: Process) -> dict[str, str]:
@@ -135,59 +162,53 @@ def _gather_facts(process: Process) -> dict[str, str]:
     return versions | {"python": platform.python_version()}
 
 
-def _look(process: Process) -> Examination:
+def _find_wrong_interface() -> tuple[str, str] | None:
+    settings = read_variables(environment.SETTINGS)
+    return environment.find_wrong_interface(settings, [name for _, name in socket.if_nameindex()])
+
+
+def _describe(process: Process) -> Examination:
     own = Examination(process.rank, socket.gethostname())
     if process.local_rank == 0:
-        own.facts = environment.describe_environment(process)
-        own.facts["network"] = network.describe_network()
-        own.facts["variables"] = read_variables(network.SETTINGS)
+        own.facts = environment.describe_machine(process)
         n_devices = sum(name.startswith("GPU ") for name in own.facts["devices"])
-        own.find(environment.check_limits(n_devices, bool(network.rdma_devices())))
-        own.find(environment.check_load(os.getloadavg()[0], os.cpu_count() or 1))
-        wrong = _find_wrong_interface()
-        if wrong:  # not needed on one machine alone
+        own.find(environment.check_machine(n_devices))
+        if wrong := _find_wrong_interface():  # not needed on one machine alone
             own.find([Finding("network interface", wrong[0], WARN, wrong[1])])
     return own
 
 
-def _find_wrong_interface() -> tuple[str, str] | None:
-    settings = read_variables(network.SETTINGS)
-    return network.find_wrong_interface(settings, network.interface_names())
-
-
-def _examine_device(own: Examination, ranks: StartedRank, order: Order, group: RankGroup) -> None:
+def _examine_device(
+    own: Examination, ranks: StartedRank, settings: Settings, group: RankGroup
+) -> None:
     import torch
 
-    from trainyard.doctor.matmuls import measure_device
+    from trainyard.doctor.measure import measure_collectives, measure_device
     from trainyard.parallel.mesh import device_name
 
-    process, device = ranks.process, ranks.device
+    process, device, budget = ranks.process, ranks.device, settings.budget_seconds
     own.device, own.n_devices = device_name(device), torch.cuda.device_count()
-    near = None
-    if device.type == "cuda":
-        bus_id = environment.bus_id_of(device.index or 0)
-        near = environment.cpus_near(bus_id) if bus_id else None
-    own.find(environment.check_binding(process, order.cpu_lists, near))
+    pci = environment.pci_folder(device.index or 0) if device.type == "cuda" else None
+    near = environment.read(pci / "local_cpulist") if pci else None
+    own.find(environment.check_binding(process, settings.cpu_lists, near))
     group.wait()
-    for found in measure_device(device, order.budget_seconds):
-        own.measure([found])
-        group.enter("matmuls", order.budget_seconds)
+    for measured in measure_device(device, budget):
+        own.measure(*measured)
+        group.enter("matmuls", budget)
     group.wait()
     if device.type == "cuda":
         group.enter("the comparison of compiled blocks", COMPILE_SECONDS)
         if process.local_rank == 0:
-            own.find(compare_compiled(device))
+            own.find([compare_compiled(device)])
         group.wait()
     if process.n_ranks > 1:
-        from trainyard.doctor.collectives import Talk
-
-        group.enter("the start of the collectives", order.budget_seconds)
-        for found in Talk(device, order.budget_seconds).measure():
-            own.measure([found])
-            group.enter("the collectives", order.budget_seconds)
+        group.enter("the start of the collectives", budget)
+        for measured in measure_collectives(device, budget):
+            own.measure(*measured)
+            group.enter("the collectives", budget)
 
 
-def compare_compiled(device: torch.device) -> list[Finding]:
+def compare_compiled(device: torch.device) -> Finding:
     """Compares the gradients of a small block of all parts, compiled and eager."""
     import torch
 
@@ -198,42 +219,43 @@ def compare_compiled(device: torch.device) -> list[Finding]:
     try:
         Trial(model, torch.bfloat16, "none", device).refuse_wrong()
     except MachineError as error:
-        return [Finding("compiled blocks", error.problem, REPLACE, error.hint)]
-    return [Finding("compiled blocks", "have the gradients of eager ones", PASS)]
+        return Finding("compiled blocks", error.problem, REPLACE, error.hint)
+    return Finding("compiled blocks", "have the gradients of eager ones", PASS)
 
 
-def _examine_folder(own: Examination, process: Process, order: Order, group: RankGroup) -> None:
+def _examine_folder(
+    own: Examination, process: Process, settings: Settings, group: RankGroup
+) -> None:
     """Tests the folder of the runs once on each machine; all ranks measure it together."""
-    group.enter("the folder of the runs", order.file_bytes / LEAST_BYTES_PER_SECOND)
+    runs = Path(settings.runs)
+    group.enter("the folder of the runs", settings.file_bytes / LEAST_BYTES_PER_SECOND)
     with ExitStack() as last:
         # Rank 0 enters first and leaves last, so that it can remove the folders it created.
         if process.rank == 0:
-            folder = last.enter_context(filesystem.trial_folder(order.runs))
+            folder = last.enter_context(filesystem.trial_folder(runs))
         group.wait()
         with ExitStack() as stack:
             if process.rank > 0:
-                folder = stack.enter_context(filesystem.trial_folder(order.runs))
+                folder = stack.enter_context(filesystem.trial_folder(runs))
             if process.local_rank == 0:
-                own.facts["folder"] = filesystem.describe_folder(order.runs)
-                own.find(filesystem.try_promises(folder))
+                own.facts["folder"] = filesystem.describe_folder(runs)
+                own.find(filesystem.try_guarantees(folder))
             if not process.is_on_one_machine:
-                own.find(_try_sharing(process, order.runs, group))
-            rates = filesystem.measure_rates(folder, order.file_bytes, group.wait)
+                # Every machine looks for a file written and locked by rank 0.
+                path = ""
+                with ExitStack() as locked:
+                    if process.rank == 0:
+                        path = str(locked.enter_context(filesystem.locked_file(runs)))
+                    path = group.broadcast(path)
+                    if process.local_rank == 0 and process.rank > 0:
+                        own.find(filesystem.look_for(Path(path)))
+                    group.wait()
+            written, read, how = filesystem.measure_rates(folder, settings.file_bytes, group.wait)
         group.wait()
-    size = format_bytes(order.file_bytes)
-    own.measure([(WRITE, rates.write / GIGA, "GB/s", f"{size}, flushed")])
-    own.measure([(READ, rates.read / GIGA, "GB/s", f"{size}, {rates.read_how}")])
+    size = format_bytes(settings.file_bytes)
+    own.measure(WRITE, written / GIGA, "GB/s", f"{size}, flushed")
+    own.measure(READ, read / GIGA, "GB/s", f"{size}, {how}")
 
 
-def _try_sharing(process: Process, runs: Path, group: RankGroup) -> list[Finding]:
-    """Looks on every machine for a file written and locked by rank 0."""
-    found: list[Finding] = []
-    with ExitStack() as stack:
-        path = ""
-        if process.rank == 0:
-            path = str(stack.enter_context(filesystem.locked_file(runs)))
-        path = group.broadcast(path)
-        if process.local_rank == 0 and process.rank > 0:
-            found = filesystem.look_for(Path(path))
-        group.wait()
-    return found
+if __name__ == "__main__":
+    main()

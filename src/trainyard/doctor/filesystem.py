@@ -1,8 +1,12 @@
 """Tests the guarantees and the speed of the run folder's file system.
 
 Checkpoints and the lock of a run folder need a few guarantees, which network file systems keep,
-break, or keep on one machine only. Each is tested with a second process (`second.py`), in a
-temporary folder:
+break, or keep on one machine only. Each is tested in a temporary folder, with a second process:
+
+    python -P -m trainyard.doctor.filesystem lock PATH     locks the file until it is terminated
+    python -P -m trainyard.doctor.filesystem rename PATH   replaces the file repeatedly, then exits
+
+The guarantees:
 
     rename   atomic: readers see the whole old or the whole new file; a folder is renamed whole, and
              never replaces one that is not empty
@@ -24,19 +28,21 @@ import getpass
 import mmap
 import os
 import shutil
+import statistics
 import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from pathlib import Path
 
-from trainyard.doctor.second import LOCKED, NEW, OLD, RENAMED
 from trainyard.doctor.verdict import PASS, REPLACE, WARN, Finding
 from trainyard.errors import MachineError, explain_failure
+from trainyard.files import flush
 from trainyard.units import format_bytes
 
+OLD, NEW = b"o" * 4096, b"n" * 4096
+N_RENAMES = 200
 PIECE_BYTES = 8 * 2**20
 MEMORY_KINDS = ("tmpfs", "ramfs")
 QUOTA_SECONDS = 10.0
@@ -45,15 +51,6 @@ SHARING_SECONDS, POLL_SECONDS = 10.0, 0.1
 LEAST_FREE_INODES = 10_000
 """A checkpoint has one file per rank and a manifest; several are kept."""
 ELSEWHERE = "keep run folders on another file system"
-
-
-@dataclass(frozen=True)
-class Rates:
-    """Write and read rates of a file, in bytes per second."""
-
-    write: float
-    read: float
-    read_how: str
 
 
 @contextlib.contextmanager
@@ -97,16 +94,15 @@ def find_mount(
 ) -> tuple[str | None, str | None]:
     """Returns the type of a folder's file system, and its mount point."""
     path = folder.resolve()
-    found: tuple[str | None, str | None] = (None, None)
-    longest = -1
+    kind, mount, longest = None, None, -1
     with contextlib.suppress(OSError):
         for line in mounts.read_text(encoding="utf-8").splitlines():
-            _, escaped, kind, *_ = line.split()
-            place = escaped.replace("\\040", " ")
-            # The last of several mounts at one place is visible.
-            if path.is_relative_to(place) and len(place) >= longest:
-                found, longest = (kind, place), len(place)
-    return found
+            _, point, other_kind, *_ = line.split()
+            point = point.replace("\\040", " ")
+            # The last of several mounts at one point is visible.
+            if path.is_relative_to(point) and len(point) >= longest:
+                kind, mount, longest = other_kind, point, len(point)
+    return kind, mount
 
 
 def read_quota(folder: Path, kind: str | None) -> str | None:
@@ -114,8 +110,6 @@ def read_quota(folder: Path, kind: str | None) -> str | None:
     command = ["quota", "-s", "-w"]
     if kind == "lustre":
         command = ["lfs", "quota", "-q", "-h", "-u", getpass.getuser(), str(folder)]
-    if shutil.which(command[0]) is None:
-        return None
     try:
         done = subprocess.run(
             command, capture_output=True, text=True, timeout=QUOTA_SECONDS, check=False
@@ -125,38 +119,42 @@ def read_quota(folder: Path, kind: str | None) -> str | None:
     return "; ".join(" ".join(line.split()) for line in done.stdout.splitlines() if line) or None
 
 
-def try_promises(folder: Path) -> list[Finding]:
+def try_guarantees(folder: Path) -> list[Finding]:
     """Tests the guarantees that run folders need, in an empty folder on their file system."""
-    found = []
-    for name, attempt in (
-        ("sync", _try_sync),
-        ("memory map", _try_map),
-        ("rename of a folder", _try_folders),
-        ("rename of a file", _try_rename),
-        ("lock", _try_lock),
+    findings = []
+    for name, attempt, verdict, hint in (
+        ("sync", _try_sync, REPLACE, ELSEWHERE),
+        ("memory map", _try_map, REPLACE, ELSEWHERE),
+        ("rename of a folder", _try_folders, REPLACE, ELSEWHERE),
+        ("rename of a file", _try_rename, REPLACE, ELSEWHERE),
+        ("lock", _try_lock, WARN, "never train two jobs in one run folder"),
     ):
         try:
-            found.append(attempt(folder))
+            is_kept, text = attempt(folder)
         except OSError as error:
-            text = f"{error.strerror or error} ({errno.errorcode.get(error.errno or 0, '?')})"
-            found.append(Finding(name, text, REPLACE, ELSEWHERE))
-    return found + _check_room(folder)
+            code = errno.errorcode.get(error.errno or 0, "?")
+            is_kept, text = False, f"{error.strerror or error} ({code})"
+            verdict, hint = REPLACE, ELSEWHERE
+        findings.append(
+            Finding(name, text, PASS) if is_kept else Finding(name, text, verdict, hint)
+        )
+    space = os.statvfs(folder)
+    if space.f_files and space.f_favail < LEAST_FREE_INODES:
+        text = f"{space.f_favail:,} free"
+        findings.append(Finding("inodes", text, WARN, "remove old files, or request more"))
+    return findings
 
 
 @contextlib.contextmanager
 def locked_file(runs: Path) -> Iterator[Path]:
     """Yields a locked file for other machines to look for; removes it at the end."""
-    descriptor, name = tempfile.mkstemp(prefix=".doctor-", dir=runs)
-    path = Path(name).resolve()
-    try:
-        os.write(descriptor, NEW)
-        os.fsync(descriptor)
+    with tempfile.NamedTemporaryFile(prefix=".doctor-", dir=runs) as file:
+        file.write(NEW)
+        file.flush()
+        os.fsync(file.fileno())
         with contextlib.suppress(OSError):  # a file system without locks: `_try_lock` reports it
-            fcntl.flock(descriptor, fcntl.LOCK_EX)
-        yield path
-    finally:
-        os.close(descriptor)
-        path.unlink(missing_ok=True)
+            fcntl.flock(file, fcntl.LOCK_EX)
+        yield Path(file.name).resolve()
 
 
 def look_for(path: Path) -> list[Finding]:
@@ -185,13 +183,18 @@ def look_for(path: Path) -> list[Finding]:
     return [*found, Finding("lock between machines", text, WARN, hint)]
 
 
-def measure_rates(folder: Path, n_bytes: int, wait: Callable[[], None] = lambda: None) -> Rates:
+def measure_rates(
+    folder: Path, n_bytes: int, wait: Callable[[], None] = lambda: None
+) -> tuple[float, float, str]:
     """Writes a file and reads it back.
 
     Args:
         folder: folder of the temporary file.
         n_bytes: its size, at least one piece.
         wait: a barrier of all ranks.
+
+    Returns:
+        bytes written and bytes read per second, and how the page cache was bypassed.
 
     Raises:
         MachineError: the disk is full or failed.
@@ -215,28 +218,23 @@ def measure_rates(folder: Path, n_bytes: int, wait: Callable[[], None] = lambda:
     finally:
         path.unlink(missing_ok=True)
     total = n_pieces * PIECE_BYTES
-    return Rates(total / write_seconds, total / read_seconds, how)
+    return total / write_seconds, total / read_seconds, how
 
 
 def _write(path: Path, piece: mmap.mmap, n_pieces: int) -> float:
     start = time.perf_counter()
-    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
-    try:
+    with path.open("xb") as file:
         for number in range(n_pieces):
-            rest = memoryview(piece)
-            while rest:
-                rest = rest[os.write(descriptor, rest) :]
+            file.write(piece)
+            file.flush()
             if hasattr(os, "posix_fadvise"):  # not on macOS; as `checkpoint.shard` does
                 begin = number * PIECE_BYTES
-                os.posix_fadvise(descriptor, begin, PIECE_BYTES, os.POSIX_FADV_DONTNEED)
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+                os.posix_fadvise(file.fileno(), begin, PIECE_BYTES, os.POSIX_FADV_DONTNEED)
+        os.fsync(file.fileno())
     return time.perf_counter() - start
 
 
 def _read(path: Path, piece: mmap.mmap) -> tuple[float, str]:
-    """Reads a whole file; returns the seconds, and how the page cache was bypassed."""
     if hasattr(os, "O_DIRECT"):
         with contextlib.suppress(OSError):  # some file systems have none
             descriptor = os.open(path, os.O_RDONLY | os.O_DIRECT)
@@ -258,7 +256,7 @@ def _read_to_end(descriptor: int, piece: mmap.mmap) -> float:
     return time.perf_counter() - start
 
 
-def _try_sync(folder: Path) -> Finding:
+def _try_sync(folder: Path) -> tuple[bool, str]:
     seconds = []
     for number in range(5):
         with (folder / f"synced-{number}").open("xb") as file:
@@ -267,89 +265,94 @@ def _try_sync(folder: Path) -> Finding:
             start = time.perf_counter()
             os.fsync(file.fileno())
             seconds.append(time.perf_counter() - start)
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-    milliseconds = 1000 * sorted(seconds)[len(seconds) // 2]
-    return Finding("sync", f"of 4 KiB takes {milliseconds:.2g} ms, of the folder works", PASS)
+    flush(folder)
+    milliseconds = 1000 * statistics.median(seconds)
+    return True, f"of 4 KiB takes {milliseconds:.2g} ms, of the folder works"
 
 
-def _try_map(folder: Path) -> Finding:
+def _try_map(folder: Path) -> tuple[bool, str]:
     path = folder / "mapped"
     path.write_bytes(NEW)
     with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as mapped:
         is_same = mapped[:] == NEW
-    if is_same:
-        return Finding("memory map", "works", PASS)
-    return Finding("memory map", "shows different bytes from the file", REPLACE, ELSEWHERE)
+    return is_same, "works" if is_same else "shows different bytes from the file"
 
 
-def _try_folders(folder: Path) -> Finding:
+def _try_folders(folder: Path) -> tuple[bool, str]:
     """Publishes a folder by rename, like a checkpoint, and tries to replace a non-empty one."""
     for name in ("partial", "other"):
         (folder / name).mkdir()
         (folder / name / "file").write_bytes(NEW)
     (folder / "partial").rename(folder / "final")
     if (folder / "final" / "file").read_bytes() != NEW or (folder / "partial").exists():
-        return Finding("rename of a folder", "does not move its contents", REPLACE, ELSEWHERE)
+        return False, "does not move its contents"
     try:
         (folder / "other").rename(folder / "final")
     except OSError:
-        return Finding("rename of a folder", "moves it whole, replaces no other folder", PASS)
-    return Finding("rename of a folder", "replaces a non-empty folder", REPLACE, ELSEWHERE)
+        return True, "moves it whole, replaces no other folder"
+    return False, "replaces a non-empty folder"
 
 
-def _try_rename(folder: Path) -> Finding:
+def _try_rename(folder: Path) -> tuple[bool, str]:
     """Reads a file while a second process replaces it repeatedly."""
     path = folder / "renamed"
     path.write_bytes(OLD)
-    n_reads, seen = 0, set()
-    with _second(RENAMED, path) as second:
+    n_reads, contents = 0, set()
+    with _second_process("rename", path) as second:
         while second.poll() is None:
             try:
-                seen.add(path.read_bytes())
+                contents.add(path.read_bytes())
             except FileNotFoundError:
-                seen.add(b"")
+                contents.add(b"")
             n_reads += 1
-    if seen <= {OLD, NEW}:
-        return Finding("rename of a file", f"is atomic ({n_reads} reads)", PASS)
-    problem = "missing" if b"" in seen else "incomplete"
-    return Finding("rename of a file", f"leaves it {problem} for a moment", REPLACE, ELSEWHERE)
+    if contents <= {OLD, NEW}:
+        return True, f"is atomic ({n_reads} reads)"
+    return False, f"leaves it {'missing' if b'' in contents else 'incomplete'} for a moment"
 
 
-def _try_lock(folder: Path) -> Finding:
+def _try_lock(folder: Path) -> tuple[bool, str]:
     path = folder / "locked"
     path.touch()
-    with _second(LOCKED, path), path.open("rb+") as file:
+    with _second_process("lock", path), path.open("rb+") as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            return Finding("lock", "excludes another process", PASS)
-    hint = "never train two jobs in one run folder"
-    return Finding("lock", "does not exclude another process", WARN, hint)
+            return True, "excludes another process"
+    return False, "does not exclude another process"
 
 
 @contextlib.contextmanager
-def _second(task: str, path: Path) -> Iterator[subprocess.Popen[bytes]]:
-    """Runs a second process during the block; it has started when the block begins."""
-    command = [sys.executable, "-P", "-m", "trainyard.doctor.second", task, str(path)]
+def _second_process(task: str, path: Path) -> Iterator[subprocess.Popen[bytes]]:
+    """Runs `main` in a second process during the block; it has started when the block begins."""
+    command = [sys.executable, "-P", "-m", "trainyard.doctor.filesystem", task, str(path)]
     pipe = subprocess.PIPE
     with subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=pipe) as process:
         try:
             assert process.stdout and process.stderr
             if not process.stdout.readline():  # it prints a line once it has started
-                said = process.stderr.read().decode(errors="replace").splitlines()
-                raise OSError(errno.EIO, f"a second process failed: {said[-1] if said else ''}")
+                lines = process.stderr.read().decode(errors="replace").splitlines()
+                raise OSError(errno.EIO, f"a second process failed: {lines[-1] if lines else ''}")
             yield process
         finally:
             process.kill()
 
 
-def _check_room(folder: Path) -> list[Finding]:
-    space = os.statvfs(folder)
-    if space.f_files and space.f_favail < LEAST_FREE_INODES:
-        text = f"{space.f_favail:,} free"
-        return [Finding("inodes", text, WARN, "remove old files, or request more")]
-    return []
+def main() -> None:
+    """Locks or renames a file, as the second process of a test."""
+    task, path = sys.argv[1], Path(sys.argv[2])
+    with path.open("rb+") as file:
+        if task == "lock":
+            fcntl.flock(file, fcntl.LOCK_EX)
+        sys.stdout.write("started\n")
+        sys.stdout.flush()
+        if task == "lock":
+            sys.stdin.read()
+            return
+    for number in range(N_RENAMES):
+        other = path.with_suffix(".new")
+        other.write_bytes(NEW if number % 2 else OLD)
+        other.replace(path)
+
+
+if __name__ == "__main__":
+    main()

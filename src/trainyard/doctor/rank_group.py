@@ -74,65 +74,66 @@ class RankGroup:
         if self._store is None:
             return text
         if self._process.rank == 0:
-            self._store.set("doctor/said", text)
+            self._store.set("doctor/broadcast", text)
         # No blocking `get`: while it waits, the watchdog thread could not use the store.
-        while not self._store.check(["doctor/said"]):
+        while not self._store.check(["doctor/broadcast"]):
             time.sleep(POLL_SECONDS)
-        heard: bytes = self._store.get("doctor/said")
-        return heard.decode()
+        received: bytes = self._store.get("doctor/broadcast")
+        return received.decode()
 
     def gather(self, text: str) -> list[str]:
         """Returns the texts of all ranks on rank 0; each other rank's own text."""
         if self._store is None:
             return [text]
-        self._store.set(f"doctor/found/{self._process.rank}", text)
+        self._store.set(f"doctor/results/{self._process.rank}", text)
         self.wait()
         if self._process.rank:
             return [text]
         ranks = range(self._process.n_ranks)
-        return [self._store.get(f"doctor/found/{rank}").decode() for rank in ranks]
+        return [self._store.get(f"doctor/results/{rank}").decode() for rank in ranks]
 
     def _watch(self, store: Store) -> None:
-        rank = self._process.rank
+        ranks = range(self._process.n_ranks)
+        keys = [f"doctor/here/{rank}" for rank in ranks]
         try:
             while not store.check(["doctor/roll"]):
                 if time.monotonic() > self._deadline:
                     store.set("doctor/roll", self._part)
                 if self._is_over.wait(POLL_SECONDS):
                     return
-            here = {"host": socket.gethostname(), "part": self._part}
-            store.set(f"doctor/here/{rank}", json.dumps(here))
-            all_here = [f"doctor/here/{each}" for each in range(self._process.n_ranks)]
+            own = json.dumps({"host": socket.gethostname(), "part": self._part})
+            store.set(keys[self._process.rank], own)
             end = time.monotonic() + ANSWER_SECONDS
-            while not store.check(all_here) and time.monotonic() < end:
+            while not store.check(keys) and time.monotonic() < end:
                 if self._is_over.wait(POLL_SECONDS):
                     return
-            problem = self._name_silent(store)
+            answers = {
+                rank: json.loads(store.get(keys[rank]))
+                for rank in ranks
+                if store.check([keys[rank]])
+            }
+            part = store.get("doctor/roll").decode()
         except RuntimeError:  # rank 0 has ended, and the store with it
             return
-        logger.error("error: %s", problem)
+        logger.error("error: %s", _describe_hang(part, len(ranks), answers))
         os._exit(2)
 
-    def _name_silent(self, store: Store) -> str:
-        ranks = range(self._process.n_ranks)
-        here = [rank for rank in ranks if store.check([f"doctor/here/{rank}"])]
-        records = {rank: json.loads(store.get(f"doctor/here/{rank}")) for rank in here}
-        silent = [rank for rank in ranks if rank not in records]
-        part = store.get("doctor/roll").decode()
-        if silent:
-            those = "do" if len(silent) > 1 else "does"
-            hosts = ", ".join(dict.fromkeys(record["host"] for record in records.values()))
-            return (
-                f"{name_ranks(silent)} of {len(ranks)} {those} not respond since {part}; "
-                f"{name_ranks(here)} did, on {hosts}\n"
-                "hint: exclude the machine of the ranks that do not respond"
-            )
-        parts: dict[str, list[int]] = {}
-        for rank, record in records.items():
-            parts.setdefault(f"{record['part']} on {record['host']}", []).append(rank)
-        where = "; ".join(f"{name_ranks(each)} at {part}" for part, each in parts.items())
+
+def _describe_hang(part: str, n_ranks: int, answers: dict[int, dict[str, str]]) -> str:
+    silent = [rank for rank in range(n_ranks) if rank not in answers]
+    if silent:
+        hosts = ", ".join(dict.fromkeys(answer["host"] for answer in answers.values()))
         return (
-            f"no progress since {part}, though all {len(ranks)} ranks respond: {where}\n"
-            "hint: in a network phase, check GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME, and set "
-            "NCCL_DEBUG=INFO; in a disk phase, try ls and df there"
+            f"{name_ranks(silent)} of {n_ranks} {'do' if len(silent) > 1 else 'does'} not respond "
+            f"since {part}; {name_ranks([*answers])} did, on {hosts}\n"
+            "hint: exclude the machine of the ranks that do not respond"
         )
+    parts: dict[str, list[int]] = {}
+    for rank, answer in answers.items():
+        parts.setdefault(f"{answer['part']} on {answer['host']}", []).append(rank)
+    where = "; ".join(f"{name_ranks(ranks)} at {part}" for part, ranks in parts.items())
+    return (
+        f"no progress since {part}, though all {n_ranks} ranks respond: {where}\n"
+        "hint: in a network phase, check GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME, and set "
+        "NCCL_DEBUG=INFO; in a disk phase, try ls and df there"
+    )

@@ -59,11 +59,6 @@ class Measurement:
     how: str = ""
     """Size and number of the timed operations."""
 
-    @property
-    def is_rate(self) -> bool:
-        """Whether more is better."""
-        return not self.name.startswith(LATENCY)
-
 
 @dataclass(frozen=True)
 class Row:
@@ -120,20 +115,20 @@ def worst_of(verdicts: Iterable[str]) -> str:
 def expect(machine: Machine, shape: Shape) -> dict[str, float]:
     """Returns the expected value of a rank by measurement name, in its unit."""
     shares, device = machine.efficiencies, machine.device
-    found = {
+    expected = {
         f"{MATMULS} {kind}": device.peaks[kind] * shares.matmul_share / TERA
         for kind in JUDGED_KINDS
         if kind in device.peaks
     }
     if device.memory_bytes_per_second:
-        found[MEMORY] = device.memory_bytes_per_second * shares.memory_share / GIGA
+        expected[MEMORY] = device.memory_bytes_per_second * shares.memory_share / GIGA
     link = machine.link_bytes_per_second * shares.link_share / GIGA
     network = machine.network_bytes_per_second * shares.network_share / GIGA
-    found[IN_NODE] = link
+    expected[IN_NODE] = link
     # A ring over nodes uses the network devices of all its ranks on a node.
-    found[OF_ALL] = link if shape.n_nodes == 1 else min(link, network * shape.ranks_per_node)
-    found[BETWEEN_NODES] = network
-    return found
+    expected[OF_ALL] = link if shape.n_nodes == 1 else min(link, network * shape.ranks_per_node)
+    expected[BETWEEN_NODES] = network
+    return expected
 
 
 def judge(
@@ -145,45 +140,44 @@ def judge(
         by_name.setdefault(measurement.name, []).append(measurement)
     has_peers = shape.has_own_devices or shape.n_nodes > 1
     return [
-        _judge_one(_add_up(each) if name in (WRITE, READ) else each, expected.get(name), has_peers)
-        for name, each in by_name.items()
+        _judge_one(
+            _add_up(measured) if name in (WRITE, READ) else measured,
+            None if name.startswith(LATENCY) else expected.get(name),
+            has_peers,
+        )
+        for name, measured in by_name.items()
     ]
 
 
 def _add_up(measured: Sequence[Measurement]) -> list[Measurement]:
     """Sums the ranks of each machine, which share its path to the disk."""
-    by_host: dict[str, list[Measurement]] = {}
-    for each in measured:
-        by_host.setdefault(each.host, []).append(each)
-    return [
-        replace(
-            each[0],
-            value=sum(one.value for one in each),
-            how=f"{len(each)} files of {each[0].how}" if len(each) > 1 else each[0].how,
-        )
-        for each in by_host.values()
-    ]
+    sums = []
+    for host in dict.fromkeys(measurement.host for measurement in measured):
+        first, *others = [measurement for measurement in measured if measurement.host == host]
+        value = first.value + sum(other.value for other in others)
+        how = f"{1 + len(others)} files of {first.how}" if others else first.how
+        sums.append(replace(first, value=value, how=how))
+    return sums
 
 
 def _judge_one(measured: Sequence[Measurement], expected: float | None, has_peers: bool) -> Row:
-    median = statistics.median(each.value for each in measured)
-    first = measured[0]
-    if not first.is_rate:
-        worst = max(measured, key=lambda each: each.value)
-        return Row(first.name, first.unit, median, worst, None, "")
-    worst_first = sorted(measured, key=lambda each: each.value)
+    name, unit = measured[0].name, measured[0].unit
+    is_latency = name.startswith(LATENCY)
+    values = [measurement.value for measurement in measured]
+    worst_first = sorted(measured, key=lambda each: each.value, reverse=is_latency)
     references = [expected] if expected else []
-    if has_peers and len(measured) > 1:
+    if has_peers and len(measured) > 1 and not is_latency:
         # If half are slow, such as one of two machines, the others are the reference.
-        references.append(statistics.median_high(each.value for each in measured))
+        references.append(statistics.median_high(values))
+    row = Row(name, unit, statistics.median(values), worst_first[0], expected, "")
     if not references:
-        return Row(first.name, first.unit, median, worst_first[0], None, "")
+        return replace(row, expected=None)
     # The larger reference is stricter.
     verdicts = [verdict_of(each.value / max(references)) for each in worst_first]
-    if first.name in (WRITE, READ):  # others may use a shared disk at the same time
+    if name in (WRITE, READ):  # others may use a shared disk at the same time
         verdicts = [WARN if verdict == REPLACE else verdict for verdict in verdicts]
-    slow = [each for each, v in zip(worst_first, verdicts, strict=True) if v != PASS]
-    return Row(first.name, first.unit, median, worst_first[0], expected, verdicts[0], tuple(slow))
+    slow = tuple(each for each, v in zip(worst_first, verdicts, strict=True) if v != PASS)
+    return replace(row, verdict=verdicts[0], slow=slow)
 
 
 def compare_nodes(facts: Mapping[str, Mapping[str, str]]) -> list[Finding]:
@@ -192,14 +186,14 @@ def compare_nodes(facts: Mapping[str, Mapping[str, str]]) -> list[Finding]:
     Args:
         facts: by host, facts by name, such as driver versions.
     """
-    found = []
+    findings = []
     for name in dict.fromkeys(name for each in facts.values() for name in each):
-        holders: dict[str, list[str]] = {}
+        hosts: dict[str, list[str]] = {}
         for host, each in facts.items():
-            holders.setdefault(each.get(name, "nothing"), []).append(host)
-        if len(holders) > 1:
-            most = max(holders.values(), key=len)
-            text = "; ".join(f"{value} on {', '.join(on)}" for value, on in holders.items())
-            others = ", ".join(host for on in holders.values() if on is not most for host in on)
-            found.append(Finding(name, text, WARN, "nodes of a job should be identical", others))
-    return found
+            hosts.setdefault(each.get(name, "nothing"), []).append(host)
+        if len(hosts) > 1:
+            text = "; ".join(f"{value} on {', '.join(on)}" for value, on in hosts.items())
+            most = max(hosts.values(), key=len)
+            others = ", ".join(host for on in hosts.values() if on is not most for host in on)
+            findings.append(Finding(name, text, WARN, "nodes of a job should be identical", others))
+    return findings
