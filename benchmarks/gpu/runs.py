@@ -264,7 +264,7 @@ def time_run(session: Session, name: str, profiles: str = "") -> Iterator[Row]:
         folder = Path(folder_name)
         run = prepare_run(load(name, is_small=session.fake, tokens=tokens), STEPS, folder)
         plan = resolve(run, 1)
-        job = BenchJob(STEPS, takes_apart=False, profiles=bool(profiles))
+        job = BenchJob(STEPS, has_breakdown=False, profiles=bool(profiles))
         counters["inductor"].clear()
         with building(run, folder) as build:
             training, timeline, mesh = build(timed.baseline)

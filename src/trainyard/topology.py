@@ -84,11 +84,15 @@ class Topology:
 
 def name_ranks(ranks: Sequence[int]) -> str:
     """Formats ranks, such as `ranks 0-2, 7`."""
+    return f"rank{'s' if len(ranks) > 1 else ''} {format_ranges(ranks)}"
+
+
+def format_ranges(numbers: Sequence[int], separator: str = ", ") -> str:
+    """Formats ascending numbers, such as `0-2, 7`."""
     spans: list[list[int]] = []
-    for rank in ranks:
-        if spans and rank == spans[-1][-1] + 1:
-            spans[-1] = [spans[-1][0], rank]
+    for number in numbers:
+        if spans and number == spans[-1][-1] + 1:
+            spans[-1] = [spans[-1][0], number]
         else:
-            spans.append([rank])
-    shown = ", ".join("-".join(map(str, span)) for span in spans)
-    return f"rank{'s' if len(ranks) > 1 else ''} {shown}"
+            spans.append([number])
+    return separator.join("-".join(map(str, span)) for span in spans)

@@ -48,7 +48,7 @@ class Counter:
 def time_steps(folder: Path, seconds: float) -> tuple[int, list[float]]:
     counter = Counter()
     mesh = build_mesh(resolve(load_run("tiny").run, 1).topology, 0, torch.device("cpu"))
-    job = BenchJob(Steps(5, 10), takes_apart=False, seconds=seconds)
+    job = BenchJob(Steps(5, 10), has_breakdown=False, seconds=seconds)
     found = measure(counter, job, Timeline(cast(Any, StepClock())), mesh, folder)
     return counter.n_steps, found["step_seconds"]
 
@@ -67,7 +67,7 @@ def test_a_measured_training_leaves_no_memory(
     context, timeline = build(f"precision.kind={kind}", *fp8)
     mesh, training = context.model.mesh, OurTraining(context)
     left = ref(context.model)
-    job = BenchJob(Steps(3, 1), takes_apart=False)
+    job = BenchJob(Steps(3, 1), has_breakdown=False)
     measure(training, job, timeline, mesh, tmp_path)
     del context, training
     assert gc.get_freeze_count() == 0

@@ -126,7 +126,7 @@ def test_kernels_count_where_there_are_some() -> None:
 def profile_ours(build: Build, folder: Path, step: Callable[[OurTraining], object]) -> Any:
     context, timeline = build()
     ours = OurTraining(context)
-    profiler = profile_steps(lambda: step(ours), timeline, ours.models, CPU, with_places=True)
+    profiler = profile_steps(lambda: step(ours), timeline, ours.models, CPU, with_callers=True)
     return describe_profile(profiler, CPU, folder)
 
 

@@ -31,8 +31,8 @@ class Steps:
     timed: int
 
     @property
-    def taken_apart(self) -> int:
-        """Extra steps for the breakdown, each after an undisturbed one."""
+    def breakdown(self) -> int:
+        """Extra steps whose parts are measured, each after an undisturbed one."""
         return min(SPLIT_STEPS, self.timed)
 
 
@@ -41,8 +41,8 @@ class BenchJob:
     """The work of one candidate in one round."""
 
     steps: Steps
-    takes_apart: bool = True
-    """Whether to run extra steps for the breakdown."""
+    has_breakdown: bool = True
+    """Whether to run extra steps that measure the parts of a step."""
     profiles: bool = False
     """Whether to run more steps for a trace."""
     seconds: float = 0.0
@@ -107,7 +107,7 @@ def describe_data(run: Run) -> str:
 
 def _with_random_tokens(run: Run, steps: Steps, folder: Path) -> Run:
     prefix = folder / "random_tokens"
-    n_steps = steps.warm_up + steps.timed + 2 * steps.taken_apart + 2 * PROFILED_STEPS
+    n_steps = steps.warm_up + steps.timed + 2 * steps.breakdown + 2 * PROFILED_STEPS
     n_sequences = BatchSchedule(run).consumed(n_steps)
     n_tokens = (run.model.sequence_length + 1) * n_sequences
     n_tokens = max(min(n_tokens, MOST_RANDOM_TOKENS), 2 * (run.model.sequence_length + 1))

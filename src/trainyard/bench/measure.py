@@ -1,4 +1,4 @@
-"""One rank of a candidate: builds it like training, warms up, times steps, takes some apart.
+"""One rank of a candidate: builds it like training, warms up, times steps and parts of steps.
 
 Timed steps run undisturbed: the breakdown and traces use extra steps, whose time is reported too,
 to show the overhead.
@@ -184,16 +184,16 @@ def measure(
         "split": None,
         "profile": None,
     }
-    if job.takes_apart:
-        result["split"] = _take_apart(training, job.steps.taken_apart, timeline, mesh)
+    if job.has_breakdown:
+        result["split"] = _measure_breakdown(training, job.steps.breakdown, timeline, mesh)
     if job.profiles:
-        profiler = _profile(training, timeline, mesh, with_places=True)
+        profiler = _profile(training, timeline, mesh, with_callers=True)
         if profiler is not None:
             result["profile"] = describe_profile(profiler, device, folder)
     return result
 
 
-def _take_apart(
+def _measure_breakdown(
     training: TimedTraining, n_steps: int, timeline: Timeline, mesh: Mesh
 ) -> dict[str, Any]:
     """Measures parts of extra steps, each after an undisturbed one; returns this rank's means."""
@@ -212,7 +212,7 @@ def _take_apart(
     whole, exposed = sum(parts.values()), 0.0
     profiler = None
     if mesh.topology.n_ranks > 1:
-        profiler = _profile(training, timeline, mesh, with_places=False)
+        profiler = _profile(training, timeline, mesh, with_callers=False)
     if profiler is not None:
         for part, share in exposed_shares(profiler).items():
             exposed += share * parts[part]
@@ -226,11 +226,11 @@ def _take_apart(
     }
 
 
-def _profile(training: TimedTraining, timeline: Timeline, mesh: Mesh, *, with_places: bool) -> Any:
+def _profile(training: TimedTraining, timeline: Timeline, mesh: Mesh, *, with_callers: bool) -> Any:
     """Profiles steps on the first rank; the others run the same steps, and return None."""
     if mesh.rank == 0:
         return profile_steps(
-            training.step, timeline, training.models, mesh.device, with_places=with_places
+            training.step, timeline, training.models, mesh.device, with_callers=with_callers
         )
     for _ in range(STEPS_UNDER_PROFILER):
         training.step()

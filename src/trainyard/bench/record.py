@@ -127,7 +127,7 @@ def _describe(timed: BenchRun, first: BenchRun, rounds: Rounds) -> dict[str, Any
         "peak_memory_bytes": max(result["peak_memory_bytes"] for result in results),
         "split": split
         | {
-            "steps": rounds.job.steps.taken_apart,
+            "steps": rounds.job.steps.breakdown,
             "overhead": split["milliseconds_per_step"] / split["milliseconds_of_other_steps"] - 1,
             "measured_by": HOW_SPLIT["cpu" if device == "cpu" else "cuda"],
             "communication_measured_by": HOW_COMMUNICATION
@@ -225,15 +225,20 @@ def render_table(record: Record) -> str:
 
 
 def _rows(candidates: Sequence[Any]) -> Iterator[str]:
-    def row(label: str, show: Callable[[Any], str]) -> str:
-        return _row(label, map(show, candidates))
+    def row(label: str, show: Callable[[Any], str] | str) -> str:
+        """Formats a row, by a function of a candidate or a template."""
+        return _row(
+            label, [show.format(**c) if isinstance(show, str) else show(c) for c in candidates]
+        )
 
-    yield row("", lambda c: str(c["name"]))
+    yield row("", "{name}")
     if len(candidates) > 1:
-        yield row("times as fast as the first", lambda c: f"{c['speed_over_first']['median']:.3f}")
-        yield row("  lowest - highest round", _show_ratio_range)
-    yield row("ms/step, median", lambda c: f"{c['milliseconds_per_step']['median']:.2f}")
-    yield row("  10 % - 90 %", _show_spread)
+        yield row("times as fast as the first", "{speed_over_first[median]:.3f}")
+        ends = "{speed_over_first[lowest]:.3f} - {speed_over_first[highest]:.3f}"
+        yield row("  lowest - highest round", ends)
+    yield row("ms/step, median", "{milliseconds_per_step[median]:.2f}")
+    ends = "{milliseconds_per_step[p10]:.2f} - {milliseconds_per_step[p90]:.2f}"
+    yield row("  10 % - 90 %", ends)
     yield row("samples/s", lambda c: format_figure(c["samples_per_second"], 4))
     yield row("tokens/s/GPU", lambda c: format_figure(c["tokens_per_second_per_device"], 5))
     yield row("TFLOP/s/GPU", lambda c: format_figure(c["tflops_per_second_per_device"], 4))
@@ -245,13 +250,13 @@ def _rows(candidates: Sequence[Any]) -> Iterator[str]:
         yield _row(f"TFLOP/s, {first['flop_formula']}", [format_figure(n, 4) for n in by_formula])
         yield row("  of the peak", lambda c: _show_share(c["formula_share_of_peak"], digits=2))
     yield row("peak memory", lambda c: format_bytes(c["peak_memory_bytes"]))
-    yield row("loss, first and last", lambda c: f"{c['first_loss']:.4f}  {c['last_loss']:.4f}")
+    yield row("loss, first and last", "{first_loss:.4f}  {last_loss:.4f}")
     for part in first["split"]["milliseconds"]:
         yield _row(part, [_show_part(c["split"], part) for c in candidates])
-    yield row("  overhead of the breakdown", lambda c: f"{c['split']['overhead']:+.1%}")
+    yield row("  overhead of the breakdown", "{split[overhead]:+.1%}")
     for name in first["startup_seconds"]:
         title = "start in all" if name == "total" else f"start: {name}"
-        yield _row(title, [f"{c['startup_seconds'][name]:.2f} s" for c in candidates])
+        yield row(title, f"{{startup_seconds[{name}]:.2f}} s")
     if first["profile"] is not None:
         for kind in ("waits", "reads"):
             profiles = [c["profile"][f"host_{kind}_per_step"] for c in candidates]
@@ -260,16 +265,6 @@ def _rows(candidates: Sequence[Any]) -> Iterator[str]:
 
 def _row(label: str, cells: Iterable[str]) -> str:
     return f"{label:<{LABEL_WIDTH}}" + "".join(f"{cell:>{COLUMN_WIDTH}}" for cell in cells)
-
-
-def _show_ratio_range(candidate: Any) -> str:
-    ratio = candidate["speed_over_first"]
-    return f"{ratio['lowest']:.3f} - {ratio['highest']:.3f}"
-
-
-def _show_spread(candidate: Any) -> str:
-    spread = candidate["milliseconds_per_step"]
-    return f"{spread['p10']:.2f} - {spread['p90']:.2f}"
 
 
 def _show_share(share: float | None, digits: int = 1) -> str:

@@ -44,8 +44,8 @@ from trainyard.launch.environment import Process, read_process
 from trainyard.launch.local import run_one, run_ranks
 from trainyard.planning.hardware import Machine, find_device
 
-LAYOUT_JOB = BenchJob(Steps(warm_up=2, timed=5))
-START_JOB = BenchJob(Steps(warm_up=5, timed=10), takes_apart=False, seconds=4.0)
+LAYOUT_JOB = BenchJob(Steps(warm_up=2, timed=5), has_breakdown=False)
+START_JOB = BenchJob(Steps(warm_up=5, timed=10), has_breakdown=False, seconds=4.0)
 
 logger = logging.getLogger("trainyard")
 
@@ -123,7 +123,7 @@ def run_rounds(runs: Sequence[BenchRun], rounds: Rounds, process: Process, folde
                 timed.results.append(json.loads(text))
             if job.profiles:
                 timed.profiles += [here / TRACE, here / OPERATORS]
-        job = replace(job, takes_apart=False, profiles=False)
+        job = replace(job, has_breakdown=False, profiles=False)
 
 
 def _read_refusal(path: Path) -> UserError | None:
@@ -179,7 +179,7 @@ def time_layouts(runs: Sequence[Run], n_ranks: int) -> list[float | None]:
     for number, run in enumerate(runs, start=1):
         name = f"layout {number} of {len(runs)}"
         try:
-            seconds = _time(name, _with_data_that_is_here(run), LAYOUT_JOB, n_ranks, read_process())
+            seconds = _time(name, _with_available_data(run), LAYOUT_JOB, n_ranks, read_process())
         except MachineError as error:
             logger.warning("layout %d cannot be timed: %s", number, error.problem)
             seconds = []
@@ -207,7 +207,7 @@ def _time(name: str, run: Run, job: BenchJob, n_ranks: int, process: Process) ->
     return timed.step_seconds
 
 
-def _with_data_that_is_here(run: Run) -> Run:
+def _with_available_data(run: Run) -> Run:
     """Replaces missing token files with random tokens, which are as fast."""
     run = find_token_files(run, missing_ok=True)
     prefixes = [*run.data.blend.prefixes, *run.data.train.prefixes]

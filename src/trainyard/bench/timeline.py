@@ -142,7 +142,7 @@ def profile_steps(
     models: Sequence[nn.Module],
     device: torch.device,
     *,
-    with_places: bool,
+    with_callers: bool,
 ) -> Any:
     """Runs `STEPS_UNDER_PROFILER` steps, and traces the last `PROFILED_STEPS`.
 
@@ -151,20 +151,20 @@ def profile_steps(
         timeline: names the parts of the step in the trace.
         models: as for `Timeline.recording`.
         device: for computation.
-        with_places: record the Python caller of each operator, which takes time.
+        with_callers: record the Python caller of each operator, which takes time.
     """
     activities = [ProfilerActivity.CPU]
     if device.type == "cuda":
         activities.append(ProfilerActivity.CUDA)
     # The rehearsal imports what is imported late, without places: PyTorch names the frame of
     # a module's first run after its code is freed, so by garbage that fails to decode.
-    for n_steps, has_places in ((REHEARSALS, False), (PROFILED_STEPS, with_places)):
+    for n_steps, has_callers in ((REHEARSALS, False), (PROFILED_STEPS, with_callers)):
         # Without "verbose", operators lack their callers.
-        config = _ExperimentalConfig(verbose=True) if has_places else None
+        config = _ExperimentalConfig(verbose=True) if has_callers else None
         with (
             profile(
                 activities=activities,
-                with_stack=has_places,
+                with_stack=has_callers,
                 experimental_config=config,
                 acc_events=True,  # of one cycle; torch 2.11 warns without it
             ) as profiler,

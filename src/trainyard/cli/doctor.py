@@ -63,7 +63,7 @@ def doctor(
 
     process = read_process()
     _refuse_counts(process, ranks, nodes, cluster)
-    promised = find_machine(cluster) if cluster else None
+    profile = find_machine(cluster) if cluster else None
     cpu_lists = read_cluster(cluster).launch.cpu_lists if cluster else []
     if calibrate is not None and process.rank == 0:
         refuse_file(calibrate)
@@ -73,7 +73,7 @@ def doctor(
     examinations = _examine(process, settings, ranks)
     if process.rank > 0:
         return
-    diagnosis = diagnose(examinations, promised, nodes)
+    diagnosis = diagnose(examinations, profile, nodes)
     typer.echo(json.dumps(diagnosis.as_json(), indent=2) if as_json else render(diagnosis))
     if calibrate is not None:
         _calibrate(diagnosis, cluster, calibrate)

@@ -104,13 +104,13 @@ def find_usual_machine(device: str) -> tuple[str, Machine] | None:
 
 
 def diagnose(
-    examinations: Sequence[Examination], promised: Machine | None, n_nodes: int | None = None
+    examinations: Sequence[Examination], profile: Machine | None, n_nodes: int | None = None
 ) -> Diagnosis:
     """Judges the examinations of all ranks.
 
     Args:
         examinations: one per rank, in rank order.
-        promised: the expected machine; None: judge by the devices only.
+        profile: of the expected machine; None: judge by the devices only.
         n_nodes: expected number of machines.
     """
     first = examinations[0]
@@ -121,12 +121,12 @@ def diagnose(
         hint = "check the launcher's options: it must start one process per device on every machine"
         place = ", ".join(dict.fromkeys(shape.hosts))
         findings.append(Finding("machines", text, REPLACE, hint, place))
-    machine = promised
-    if promised is not None and promised.device.name != "CPU" and first.device:
+    machine = profile
+    if profile is not None and profile.device.name != "CPU" and first.device:
         for host in dict.fromkeys(shape.hosts):
             on_host = [each for each in examinations if each.host == host]
-            findings += _compare_devices(host, on_host, promised)
-    elif promised is None and (usual := find_usual_machine(first.device)):
+            findings += _compare_devices(host, on_host, profile)
+    elif profile is None and (usual := find_usual_machine(first.device)):
         machine = usual[1]
     versions = {
         each.host: {k: v for k, v in each.facts["versions"].items() if k in COMPARED_VERSIONS}

@@ -28,6 +28,7 @@ from pathlib import Path
 
 from trainyard.doctor.verdict import PASS, WARN, Finding
 from trainyard.launch.environment import Process, bound_to, read_variables, read_versions
+from trainyard.topology import format_ranges
 from trainyard.units import format_bytes
 
 Facts = dict[str, dict[str, str]]
@@ -184,13 +185,7 @@ def parse_cpus(text: str) -> set[int]:
 
 def format_cpus(cpus: Iterable[int]) -> str:
     """Formats CPUs as Linux does: 0, 1, 2, 3 and 8 as "0-3,8"."""
-    spans: list[list[int]] = []
-    for cpu in sorted(cpus):
-        if spans and cpu == spans[-1][1] + 1:
-            spans[-1][1] = cpu
-        else:
-            spans.append([cpu, cpu])
-    return ",".join(str(a) if a == b else f"{a}-{b}" for a, b in spans)
+    return format_ranges(sorted(cpus), separator=",")
 
 
 def pci_folder(index: int) -> Path | None:

@@ -41,6 +41,8 @@ if TYPE_CHECKING:
 
 LEAST_BYTES_PER_SECOND = 20e6
 """Lowest rate of a slow disk that is not hung."""
+PATIENCE_SECONDS = 60.0
+"""For ranks to join, and to continue after the announced time of a phase."""
 COMPILE_SECONDS = 60.0
 """To compile a small block, on a busy machine."""
 
@@ -53,14 +55,12 @@ class Settings:
 
     runs: str
     """The folder of the runs."""
-    budget_seconds: float = 0.5
+    budget_seconds: float
     """Time per measurement."""
-    file_bytes: int = 2**30
+    file_bytes: int
     """Size of each rank's file."""
-    cpu_lists: tuple[str, ...] = ()
+    cpu_lists: tuple[str, ...]
     """CPUs of local ranks in the cluster's profile."""
-    patience_seconds: float = 60.0
-    """Timeout for ranks to join and to continue."""
 
 
 @dataclass
@@ -131,10 +131,9 @@ def examine(process: Process, settings: Settings) -> list[Examination]:
     Raises:
         UserError: a rank is missing, cannot communicate with others, or cannot write to the disk.
     """
-    patience = settings.patience_seconds
     if not environment.has_torch():
         own = _describe(process)
-        _examine_folder(own, process, settings, RankGroup(process, None, patience))
+        _examine_folder(own, process, settings, RankGroup(process, None, PATIENCE_SECONDS))
         return [own]
     from trainyard.parallel.mesh import choose_device
     from trainyard.parallel.start import start_ranks
@@ -142,8 +141,8 @@ def examine(process: Process, settings: Settings) -> list[Examination]:
     device = choose_device(process)
     own = _describe(process)
     with (
-        start_ranks(process, device, lambda: _gather_facts(process), patience) as ranks,
-        RankGroup(process, ranks.store, patience) as group,
+        start_ranks(process, device, lambda: _gather_facts(process), PATIENCE_SECONDS) as ranks,
+        RankGroup(process, ranks.store, PATIENCE_SECONDS) as group,
     ):
         _examine_device(own, ranks, settings, group)
         _examine_folder(own, process, settings, group)

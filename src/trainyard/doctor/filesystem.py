@@ -170,17 +170,18 @@ def look_for(path: Path) -> list[Finding]:
         text = f"{path.parent} is not the folder that the first machine sees"
         hint = "set a folder for runs that all machines share: --folder"
         return [Finding("shared folder", text, REPLACE, hint)]
-    found = [Finding("shared folder", "files of the first machine are visible", PASS)]
+    findings = [Finding("shared folder", "files of the first machine are visible", PASS)]
     with path.open("rb+") as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:
             if isinstance(error, BlockingIOError):
-                found.append(Finding("lock between machines", "excludes another machine", PASS))
-            return found
+                text = "excludes another machine"
+                findings.append(Finding("lock between machines", text, PASS))
+            return findings
     text = "does not exclude another machine"
     hint = "never train two jobs in one run folder; Lustre: mount it with -o flock"
-    return [*found, Finding("lock between machines", text, WARN, hint)]
+    return [*findings, Finding("lock between machines", text, WARN, hint)]
 
 
 def measure_rates(

@@ -75,11 +75,8 @@ class RankGroup:
             return text
         if self._process.rank == 0:
             self._store.set("doctor/broadcast", text)
-        # No blocking `get`: while it waits, the watchdog thread could not use the store.
-        while not self._store.check(["doctor/broadcast"]):
-            time.sleep(POLL_SECONDS)
-        received: bytes = self._store.get("doctor/broadcast")
-        return received.decode()
+        self.wait()
+        return str(self._store.get("doctor/broadcast").decode())
 
     def gather(self, text: str) -> list[str]:
         """Returns the texts of all ranks on rank 0; each other rank's own text."""

@@ -187,10 +187,10 @@ def compare_nodes(facts: Mapping[str, Mapping[str, str]]) -> list[Finding]:
         facts: by host, facts by name, such as driver versions.
     """
     findings = []
-    for name in dict.fromkeys(name for each in facts.values() for name in each):
+    for name in dict.fromkeys(name for names in facts.values() for name in names):
         hosts: dict[str, list[str]] = {}
-        for host, each in facts.items():
-            hosts.setdefault(each.get(name, "nothing"), []).append(host)
+        for host, values in facts.items():
+            hosts.setdefault(values.get(name, "nothing"), []).append(host)
         if len(hosts) > 1:
             text = "; ".join(f"{value} on {', '.join(on)}" for value, on in hosts.items())
             most = max(hosts.values(), key=len)
