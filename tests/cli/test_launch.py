@@ -12,8 +12,8 @@ import pytest
 from tests.command import call
 from tests.faults.small_run import small_overrides, write_tokens
 
+from trainyard.api.launching import Request, makes, plan_jobs
 from trainyard.cli.launch import launch
-from trainyard.cli.launch_jobs import Request, makes, plan_jobs
 from trainyard.cli.show import show
 from trainyard.config.corpus import Corpus
 from trainyard.config.load import load_run, render_run

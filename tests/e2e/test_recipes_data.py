@@ -20,7 +20,7 @@ import zstandard
 from tests.command import trainyard
 from tests.e2e.test_recipes_planned import commands
 
-from trainyard.cli.launch_jobs import read_prefixes
+from trainyard.api.launching import read_prefixes
 from trainyard.config.load import load_run
 from trainyard.data.indexed import IndexedDataset
 from trainyard.data.sidecar import load_sidecar

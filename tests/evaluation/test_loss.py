@@ -14,7 +14,6 @@ from trainyard.evaluation.loss import (
     Predictor,
     count_bytes,
     evaluate_documents,
-    evaluate_sequences,
     held_out_loss,
     loss_of_model,
     unigram_loss,
@@ -139,9 +138,9 @@ def test_sequences_of_a_split_count_the_bytes_of_what_is_predicted(
 ) -> None:
     batches = [(torch.tensor([[4, 4, 4]]), torch.tensor([[4, 1, -100]]))]
     loss = loss_of_model(model)
-    found = evaluate_sequences(loss, batches, model.vocabulary_size, letters)
+    found = held_out_loss(loss, batches, model.vocabulary_size, letters)
     assert (found.n_tokens, found.n_bytes) == (2, 4)
-    assert evaluate_sequences(loss, batches, model.vocabulary_size, None).n_bytes is None
+    assert held_out_loss(loss, batches, model.vocabulary_size, None).n_bytes is None
 
 
 def test_unigram_loss_by_hand() -> None:

@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 from typer.testing import CliRunner
 
+from trainyard.api.training import convert_start
 from trainyard.cli.main import app
-from trainyard.cli.train import convert_start
 from trainyard.config.load import load_run
 from trainyard.data.indexed import IndexedDataset
 from trainyard.errors import CheckpointError, UserError

@@ -12,7 +12,7 @@ import os
 import sys
 from pathlib import Path
 
-from trainyard.cli.launch_jobs import Request, plan_jobs
+from trainyard.api.launching import Request, plan_jobs
 from trainyard.jobs.job import Job
 from trainyard.jobs.script import render_header
 

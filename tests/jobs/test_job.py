@@ -8,8 +8,8 @@ import pytest
 
 from trainyard.config.cluster import Cluster, Launch
 from trainyard.errors import LaunchError
-from trainyard.jobs.check import check_image, check_job, check_programs
 from trainyard.jobs.job import Job
+from trainyard.jobs.script import check_job, check_machine
 
 
 def job(folder: str = "/project/runs/run", n_nodes: int = 2, ranks: int = 4, **launch: Any) -> Job:
@@ -87,10 +87,10 @@ def test_missing_programs(
 ) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
     with pytest.raises(LaunchError, match=f"there is no {program} here") as caught:
-        check_programs(job(**fields))
+        check_machine(job(**fields))
     assert "--dry-run" in caught.value.hint
     (tmp_path / program).touch(mode=0o755)
-    check_programs(job(**fields))
+    check_machine(job(**fields))
 
 
 def test_missing_images(tmp_path: Path) -> None:
@@ -98,7 +98,10 @@ def test_missing_images(tmp_path: Path) -> None:
     for name in (str(image), "./x", "y.sif"):
         wrong = job(container={"runtime": "apptainer", "image": name})
         with pytest.raises(LaunchError, match="there is no image"):
-            check_image(wrong)
+            check_machine(wrong, is_here=True)
     image.touch()
-    check_image(job(container={"runtime": "apptainer", "image": str(image)}))
-    check_image(job(container={"runtime": "pyxis", "image": "nvcr.io#nvidia/pytorch:25.03-py3"}))
+    check_machine(job(container={"runtime": "apptainer", "image": str(image)}), is_here=True)
+    check_machine(
+        job(container={"runtime": "pyxis", "image": "nvcr.io#nvidia/pytorch:25.03-py3"}),
+        is_here=True,
+    )

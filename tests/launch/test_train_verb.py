@@ -11,8 +11,8 @@ from tests.faults.small_run import write_tokens
 from tests.launch.test_environment import TORCHRUN
 from tests.waiting import WATCHDOG_SECONDS
 
+from trainyard.api.training import wait_for_run_folder
 from trainyard.cli.main import main
-from trainyard.cli.train import wait_for_run_folder
 from trainyard.config.load import load_run, render_run
 from trainyard.errors import LaunchError
 from trainyard.launch.environment import Process
@@ -111,7 +111,7 @@ def test_more_ranks_than_gpus_do_not_start(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr("trainyard.planning.hardware.list_gpus", lambda: ["NVIDIA H200"] * 4)
-    monkeypatch.setattr("trainyard.cli.train._count_gpus", lambda: n_gpus)
+    monkeypatch.setattr("trainyard.api.training._count_gpus", lambda: n_gpus)
     if "prefixes" not in problem:
         options = [*options, f"data.blend.prefixes=['{write_tokens(tmp_path)}']"]
     done = trainyard("train", "tiny", *options, "--force", folder=tmp_path)

@@ -204,7 +204,7 @@ def _evaluate_test_split(
         )
     n_sequences = min(n_sequences, len(order))
     pieces = held_out_batches(order, n_sequences, predictor.batch_size, vocabulary_size)
-    return loss.evaluate_sequences(predictor.loss_of, pieces, vocabulary_size, trained.tokenizer)
+    return loss.held_out_loss(predictor.loss_of, pieces, vocabulary_size, trained.tokenizer)
 
 
 Checkpoint = SavedCheckpoint  # its name in `import trainyard`, in a run that of a section

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import signal
 import subprocess
 import sys
@@ -13,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from trainyard.api.planning import load_run
 from trainyard.errors import UserError
+from trainyard.training.start import RUNS
 
 if TYPE_CHECKING:
     from trainyard.api.checkpoints import SavedCheckpoint
@@ -106,25 +108,29 @@ def train(
     from trainyard.config.run import Run
 
     name = load_run(run, overrides).name
-    options = [] if ranks is None else ["--ranks", str(ranks)]
-    options += [] if minutes is None else ["--minutes", str(minutes)]
-    options += ["--overwrite"] if overwrite else []
     with tempfile.TemporaryDirectory(prefix="trainyard-") as folder:
         if isinstance(run, Run):
             file = Path(folder) / "run.toml"
             file.write_text(load.render_run(run), encoding="utf-8")
             run = file
-        code, told = _run_command(["train", *options, "--", str(run), *overrides])
+        options = {
+            "run_file": str(run),
+            "overrides": list(overrides),
+            "ranks": ranks,
+            "minutes": minutes,
+            "overwrite": overwrite,
+        }
+        code, told = _run_program("trainyard.api.training", json.dumps(options))
     if code:
         error, _, hint = told.partition("\nhint: ")
         where = f"training of {name} ended with exit code {code}"
         raise UserError(error or where, hint or "train it again to continue")
-    return SavedCheckpoint(Path("runs") / name)
+    return SavedCheckpoint(RUNS / name)
 
 
-def _run_command(words: list[str]) -> tuple[int, str]:
-    """Runs a verb in a child process and prints its output; returns its exit code and its error."""
-    command = [sys.executable, "-P", "-m", "trainyard.cli", *words]
+def _run_program(*words: str) -> tuple[int, str]:
+    """Runs a module in a child process and prints its output; returns its exit code and error."""
+    command = [sys.executable, "-P", "-m", *words]
     output, error = subprocess.PIPE, subprocess.STDOUT
     is_interrupted = False
     lines: list[str] = []

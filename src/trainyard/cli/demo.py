@@ -169,7 +169,7 @@ def _prepare_tokens() -> None:
 
 
 def _train() -> None:
-    from trainyard.cli.train import train
+    from trainyard.api.training import Training, train_run
     from trainyard.training.stop import out_of_time
 
     def is_out_of_time() -> bool:
@@ -181,11 +181,11 @@ def _train() -> None:
     if is_out_of_time():  # and interrupted later
         return
     _announce(f"train {RUN_FILE} --ranks 1 --minutes {MINUTES:g}")
-    try:
-        train(str(RUN_FILE), ranks=1, minutes=MINUTES)  # its batch is too small for several GPUs
-    except typer.Exit:
-        if not is_out_of_time():
-            raise
+    # One rank: its batch is too small for several GPUs.
+    code = train_run(Training(str(RUN_FILE), ranks=1, minutes=MINUTES))
+    if code and not is_out_of_time():
+        raise typer.Exit(code)
+    if code:
         typer.echo("The machine slowed down: the demo continues with the model trained so far.")
 
 

@@ -6,11 +6,9 @@ error (one message, no traceback), 1 bug, 130 Ctrl-C, 141 closed pipe.
 
 from __future__ import annotations
 
-import codecs
 import io
 import os
 import sys
-import traceback
 from typing import Annotated
 
 import typer
@@ -19,10 +17,8 @@ from typer.exceptions import TyperException
 
 from trainyard import __version__
 from trainyard.cli.help import PROGRAM, Verbs
-from trainyard.errors import EXIT_INTERRUPTED, ConfigError, UserError, explain_os_error, printable
-from trainyard.extras import missing_package
-from trainyard.launch.environment import hide_secrets, let_idle_threads_sleep, raise_file_limit
-from trainyard.log import build_logger, escape_output
+from trainyard.errors import EXIT_INTERRUPTED, ConfigError, printable
+from trainyard.launch.program import run_program
 
 EXIT_CLOSED_PIPE = 141
 """Exit code where the reader of the output has left, as `head` does."""
@@ -63,44 +59,13 @@ def _options(
     """
 
 
-def _replace_characters(error: UnicodeError) -> tuple[str, int]:
-    """Writes what an encoding lacks as a question mark, and bars as #."""
-    assert isinstance(error, UnicodeEncodeError)
-    text = error.object[error.start : error.end].replace("█", "#")
-    return text.encode("ascii", "replace").decode(), error.end
-
-
 def main(arguments: list[str] | None = None) -> None:
     """Runs one verb and exits with its exit code."""
     words = [*(sys.argv[1:] if arguments is None else arguments)]
     own = words.index("--") if "--" in words else len(words)
     is_debug = "--debug" in words[:own]
     words = [word for word in words[:own] if word != "--debug"] + words[own:]
-    codecs.register_error("plain", _replace_characters)
-    for stream in (sys.stdout, sys.stderr):
-        if isinstance(stream, io.TextIOWrapper):  # in any encoding
-            stream.reconfigure(errors="plain")
-    escape_output()
-    build_logger(hide_secrets)
-    let_idle_threads_sleep()
-    raise_file_limit()
-    try:
-        code = _run(words or ["--help"])
-    except (UserError, ModuleNotFoundError, OSError) as error:
-        told = _explain(error)
-        if told is None:
-            raise
-        if is_debug:
-            typer.echo(hide_secrets(traceback.format_exc()), err=True)
-        typer.echo(hide_secrets(f"error: {told}"), err=True)
-        code = told.exit_code
-    sys.exit(code)
-
-
-def _explain(error: UserError | ModuleNotFoundError | OSError) -> UserError | None:
-    if isinstance(error, ModuleNotFoundError):
-        return missing_package(error)
-    return explain_os_error(error) if isinstance(error, OSError) else error
+    run_program(lambda: _run(words or ["--help"]), is_debug=is_debug)
 
 
 def _run(words: list[str]) -> int:

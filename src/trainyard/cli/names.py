@@ -6,13 +6,13 @@ The functions `complete_...` return what a shell may offer at the word being typ
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from trainyard.errors import CheckpointError, ConfigError
+from trainyard.errors import CheckpointError
 from trainyard.extras import require
 
 RUNS_FOLDER = Path("runs")
@@ -37,25 +37,6 @@ def find_run(name: str | Path) -> Path:
         f"no folder {name}, and no run of that name in {RUNS_FOLDER}/",
         f"did you mean {close[0]}?" if close else "give a run folder, such as runs/my-run",
     )
-
-
-def refuse_moved_run(source: str, name: str, overrides: Sequence[str]) -> None:
-    """Refuses to start a run anew in `runs/NAME` where `source` is the run, in another folder.
-
-    Raises:
-        ConfigError: the folder was moved, renamed or copied, or is that of another `runs`.
-    """
-    path = Path(source.removesuffix("/run.toml"))
-    if any(text.startswith("name=") for text in overrides):
-        return
-    for folder in (path, RUNS_FOLDER / path):
-        is_begun = (folder / "run.toml").is_file() and holds_checkpoint(folder)
-        if is_begun and folder.resolve() != (RUNS_FOLDER / name).resolve():
-            raise ConfigError(
-                f"{folder} is not where its run is trained: name={name!r}, so {RUNS_FOLDER / name}",
-                f"start in the folder that holds its {RUNS_FOLDER}/; if it was renamed, add "
-                f"name={folder.resolve().name}; for a new run, add another name",
-            )
 
 
 def without_ending(name: str) -> str:

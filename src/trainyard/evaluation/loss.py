@@ -25,7 +25,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from itertools import islice
 from typing import Any, Protocol
 
 import numpy as np
@@ -45,10 +46,6 @@ ScoreOf = Callable[[Tensor, Tensor], Tensor]
 """Returns the scores, (B, 2), of token ids and labels, as `GPT.score_sequences`."""
 
 
-def _no_wait() -> None:
-    """One rank waits for nobody."""
-
-
 @dataclass(frozen=True)
 class Predictor:
     """A model that predicts, on one device or on the ranks of a job."""
@@ -59,8 +56,8 @@ class Predictor:
     vocabulary_size: int
     batch_size: int
     """Sequences of a batch."""
-    barrier: Callable[[], None] = _no_wait
-    """Waits for all ranks."""
+    barrier: Callable[[], object] = lambda: None
+    """Waits for all ranks; one rank waits for nobody."""
     is_fixed_length: bool = False
     """Whether `score_of` takes only sequences of sequence_length tokens."""
 
@@ -138,7 +135,10 @@ def loss_of_model(model: GPT, measure: Callable[..., Tensor] = GPT.summed_loss) 
 
 
 def held_out_loss(
-    loss_of: LossOf, batches: Iterable[tuple[Tensor, Tensor]], vocabulary_size: int
+    loss_of: LossOf,
+    batches: Iterable[tuple[Tensor, Tensor]],
+    vocabulary_size: int,
+    tokenizer: Decoder | None = None,
 ) -> HeldOut:
     """Sums the loss of every labelled token.
 
@@ -146,23 +146,25 @@ def held_out_loss(
         loss_of: computes it, without dropout.
         batches: token ids and labels, (B, T) each, int64; label -100 for no label.
         vocabulary_size: labels are below it.
+        tokenizer: counts the bytes of the labels; without one there are no bits per byte.
 
     Raises:
         DataError: no token is labelled.
     """
-    summed_loss = 0.0
+    summed_loss, n_bytes = 0.0, 0
     token_counts = np.zeros(vocabulary_size, np.int64)
     for tokens, labels in batches:
         # fp64 from here on, to sum many batches accurately.
         summed_loss += loss_of(tokens, labels).item()
         predicted = labels[labels != IGNORE_INDEX].cpu().numpy()
         token_counts += np.bincount(predicted, minlength=vocabulary_size)
+        n_bytes += count_bytes(predicted, tokenizer) if tokenizer else 0
     n_tokens = int(token_counts.sum())
     if n_tokens == 0:
         raise DataError(
             "the held-out data has no token to predict", "give a longer text, or a larger split"
         )
-    return HeldOut(summed_loss, n_tokens, token_counts=token_counts)
+    return HeldOut(summed_loss, n_tokens, n_bytes if tokenizer else None, token_counts)
 
 
 def pad_batch(tokens: Tensor, labels: Tensor, size: int) -> tuple[Tensor, Tensor]:
@@ -190,41 +192,16 @@ def evaluate_documents(
         DataError: a token id is outside the model's vocabulary, or there is nothing to predict.
     """
     sequence_length, vocabulary_size = predictor.sequence_length, predictor.vocabulary_size
-    n_bytes = 0
 
     def checked() -> Iterator[Ids]:
-        nonlocal n_bytes
         for number, ids in enumerate(documents):
             _check_ids(ids, number, vocabulary_size)
-            if tokenizer:
-                n_bytes += count_bytes(ids, tokenizer)
             yield ids
 
     first = [tokenizer.eod_id] if tokenizer else []
     windows = _cut_windows(checked(), first, sequence_length, stride or sequence_length)
     batches = _stack(windows, sequence_length, predictor.batch_size)
-    found = held_out_loss(predictor.loss_of, batches, vocabulary_size)
-    return replace(found, n_bytes=n_bytes if tokenizer else None)
-
-
-def evaluate_sequences(
-    loss_of: LossOf,
-    batches: Iterable[tuple[Tensor, Tensor]],
-    vocabulary_size: int,
-    tokenizer: Decoder | None,
-) -> HeldOut:
-    """Predicts sequences of a split, like `held_out_loss`, and counts their bytes."""
-    n_bytes = 0
-
-    def counted() -> Iterator[tuple[Tensor, Tensor]]:
-        nonlocal n_bytes
-        for tokens, labels in batches:
-            if tokenizer:
-                n_bytes += sum(count_bytes(row.numpy(), tokenizer) for row in labels)
-            yield tokens, labels
-
-    found = held_out_loss(loss_of, counted(), vocabulary_size)
-    return replace(found, n_bytes=n_bytes if tokenizer else None)
+    return held_out_loss(predictor.loss_of, batches, vocabulary_size, tokenizer)
 
 
 def count_bytes(ids: Ids, tokenizer: Decoder) -> int:
@@ -294,21 +271,11 @@ def _stack(
     windows: Iterable[tuple[Ids, Ids]], sequence_length: int, batch_size: int
 ) -> Iterator[tuple[Tensor, Tensor]]:
     """Stacks windows to batches, (B, T) each; pads short ones without labels."""
-    batch = _empty_batch(batch_size, sequence_length)
-    filled = 0
-    for ids, labels in windows:
-        batch[0][filled, : len(ids)] = torch.from_numpy(ids)
-        batch[1][filled, : len(labels)] = torch.from_numpy(labels)
-        filled += 1
-        if filled == batch_size:
-            yield batch
-            batch = _empty_batch(batch_size, sequence_length)
-            filled = 0
-    if filled:
-        yield batch[0][:filled], batch[1][:filled]
-
-
-def _empty_batch(batch_size: int, sequence_length: int) -> tuple[Tensor, Tensor]:
-    shape = (batch_size, sequence_length)
-    tokens = torch.zeros(shape, dtype=torch.int64)
-    return tokens, torch.full(shape, IGNORE_INDEX)
+    remaining = iter(windows)
+    while group := list(islice(remaining, batch_size)):
+        tokens = torch.zeros(len(group), sequence_length, dtype=torch.int64)
+        labels = torch.full_like(tokens, IGNORE_INDEX)
+        for row, (ids, labels_of_ids) in enumerate(group):
+            tokens[row, : len(ids)] = torch.from_numpy(ids)
+            labels[row, : len(ids)] = torch.from_numpy(labels_of_ids)
+        yield tokens, labels

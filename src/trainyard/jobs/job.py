@@ -93,6 +93,22 @@ class Job:
         return launch.environment | (launch.prepare.environment if self.is_stage else {})
 
     @property
+    def options(self) -> list[str]:
+        """The cluster's options for the scheduler, with the numbers of the job filled in."""
+        launch, nodes = self.cluster.launch, 1 if self.is_stage else self.n_nodes
+        return [
+            each.replace("{nodes}", str(nodes)).replace("{ranks}", str(self.n_ranks_per_node))
+            for each in (launch.prepare.options if self.is_stage else launch.options)
+        ]
+
+    @property
+    def limits(self) -> tuple[str, str]:
+        """The partition or queue, and the time limit."""
+        launch = self.cluster.launch
+        own = launch.prepare if self.is_stage else launch
+        return own.partition or launch.partition, own.time or launch.time
+
+    @property
     def image(self) -> str:
         """Container image; a file by its absolute path, since pyxis takes `x.sqsh` for a name."""
         image = self.container.image

@@ -1,10 +1,10 @@
 """What a scheduler is to the rest: one object that writes, submits, follows and cancels its jobs.
 
-    local, mpi, ssh    `Scheduler`: the script runs immediately, without a queue (hosts.py)
-    slurm, pbs         `BatchScheduler`: a queue (slurm.py, pbs.py)
+    local, mpi, ssh    `Scheduler`: the script runs immediately, without a queue
+    slurm, pbs         `BatchScheduler`: a queue
 
-A further one is a file with such an object, its name in `config/cluster.py`, and a line in
-`schedulers.py`. One that lists its hosts in a file and has an mpiexec needs no bash of its own.
+A further one is a class in `schedulers.py`, and its name in `config/cluster.py`. One that lists its
+hosts in a file and has an mpiexec needs no bash of its own.
 """
 
 from __future__ import annotations
@@ -23,6 +23,8 @@ from trainyard.errors import LaunchError
 from trainyard.jobs.job import Job
 
 SUBMIT_SECONDS, ASK_SECONDS = 45.0, 20.0
+JOB_ID = re.compile(r"(?:^|\n)([A-Za-z0-9_.\[\]-]+)(?:;[^\n]*)?$")
+"""The id in what the submitter prints."""
 
 Phase = Literal["waiting", "running", "ended", "unknown"]
 Settings = dict[str, object]
@@ -46,23 +48,23 @@ FORGOTTEN = JobState("ended", "the scheduler no longer knows it")
 class Scheduler(ABC):
     """A way to start jobs."""
 
+    title: str
+    """Its name and what starts the ranks, with {mpiexec} for that of the cluster."""
+    submitter: tuple[str, ...] = ("bash",)
+    """The command that starts or submits a script."""
     parts: tuple[str, ...]
     """Files of `lib` that its scripts contain after rank.sh."""
     shebang = "#!/bin/bash"
     has_steps = False
     """Whether it starts one program per node (torchrun), in containers of its own (pyxis)."""
 
-    @abstractmethod
     def describe(self, launch: Launch) -> str:
         """Returns its name and what starts the ranks, such as `PBS, mpiexec of mpich`."""
+        return self.title.format(mpiexec=launch.mpiexec)
 
-    @abstractmethod
-    def programs(self, job: Job) -> Sequence[str]:
+    def programs(self, launch: Launch) -> Sequence[str]:
         """Returns the programs that can start a job; this machine must have one of them."""
-
-    def by_hand(self, job: Job) -> str:
-        """Returns the command that starts a script again."""
-        return quote("bash", job.script_path)
+        return self.submitter[:1]
 
     def check(self, job: Job) -> None:  # noqa: B027  not all reject something
         """Rejects a job that this scheduler cannot run.
@@ -88,14 +90,10 @@ class Scheduler(ABC):
 class BatchScheduler(Scheduler):
     """A scheduler with a queue."""
 
-    submitter: tuple[str, ...]
-    """The command that submits a script."""
     lister: str
     ender: str
     allocator: str
     """The command that starts a shell in an allocation."""
-    job_id = re.compile(r"(?:^|\n)([A-Za-z0-9_.\[\]-]+)(?:;[^\n]*)?$")
-    """Finds the id in what the submitter prints."""
 
     @abstractmethod
     def after(self, jobs: Sequence[str]) -> list[str]:
@@ -117,18 +115,6 @@ class BatchScheduler(Scheduler):
             LaunchError: the scheduler does not answer.
         """
 
-    def command(self, script: Path, after: Sequence[str]) -> tuple[list[str], str]:
-        """Returns the command that submits a script, and its standard input."""
-        return [*self.submitter, *(self.after(after) if after else ()), str(script)], ""
-
-    def programs(self, job: Job) -> Sequence[str]:
-        """Returns the program that submits."""
-        return self.submitter[:1]
-
-    def by_hand(self, job: Job) -> str:
-        """Returns the command that submits a script again."""
-        return quote(self.submitter[0], job.script_path)
-
     def submit(self, script: Path, after: Sequence[str] = ()) -> str:
         """Submits a script; returns the job id.
 
@@ -139,25 +125,26 @@ class BatchScheduler(Scheduler):
         Raises:
             LaunchError: the scheduler is not here, does not answer, or refuses the job.
         """
-        argv, text = self.command(script, after)
-        done = call(argv, SUBMIT_SECONDS, text)
+        program, *words = self.submitter
+        words += self.after(after) if after else []
+        done = call([program, *words, str(script)], SUBMIT_SECONDS)
         if done.returncode != 0:
             said = " ".join((done.stderr or done.stdout).split()) or "no reason given"
             raise LaunchError(
-                f"{argv[0]} rejected {script}: {said}",
+                f"{program} rejected {script}: {said}",
                 "its options are at the top of that script: they come from the cluster file, "
                 "--account, --partition, --time and --nodes",
             )
-        found = self.job_id.search(done.stdout.strip())
+        found = JOB_ID.search(done.stdout.strip())
         if not found:
             raise LaunchError(
-                f"{argv[0]} {script} returned {done.stdout.strip()!r}, which is not a job id",
+                f"{program} {script} returned {done.stdout.strip()!r}, which is not a job id",
                 f"check with {self.lister} whether the job exists",
             )
         return found[1]
 
 
-def call(argv: Sequence[str], seconds: float, text: str = "") -> subprocess.CompletedProcess[str]:
+def call(argv: Sequence[str], seconds: float) -> subprocess.CompletedProcess[str]:
     """Runs a program of a scheduler.
 
     Raises:
@@ -165,7 +152,7 @@ def call(argv: Sequence[str], seconds: float, text: str = "") -> subprocess.Comp
     """
     try:
         return subprocess.run(
-            argv, input=text, capture_output=True, text=True, errors="replace", timeout=seconds
+            argv, input="", capture_output=True, text=True, errors="replace", timeout=seconds
         )
     except FileNotFoundError:
         raise LaunchError(
@@ -197,23 +184,6 @@ def quote(*words: object) -> str:
     return shlex.join(texts)
 
 
-def options(job: Job) -> list[str]:
-    """Returns the cluster's scheduler options with the numbers of the job filled in."""
-    launch = job.cluster.launch
-    given = launch.prepare.options if job.is_stage else launch.options
-    nodes = "1" if job.is_stage else str(job.n_nodes)
-    ranks = str(job.n_ranks_per_node)
-    return [each.replace("{nodes}", nodes).replace("{ranks}", ranks) for each in given]
-
-
 def split(lines: Sequence[str]) -> list[str]:
     """Returns the words of options that may have several each."""
     return [word for line in lines for word in shlex.split(line)]
-
-
-def limits(job: Job) -> tuple[str, str]:
-    """Returns the partition or queue, and the time limit of a job."""
-    launch, prepare = job.cluster.launch, job.cluster.launch.prepare
-    if job.is_stage:
-        return prepare.partition or launch.partition, prepare.time or launch.time
-    return launch.partition, launch.time

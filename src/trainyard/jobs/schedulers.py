@@ -1,11 +1,380 @@
-"""All schedulers, by the names that `scheduler` has in a cluster file."""
+"""All schedulers, by the names that `scheduler` has in a cluster file.
+
+Slurm starts one task for each rank, or one torchrun on each node.
+
+    before the time limit     Slurm sends SIGUSR1 only to the script; it asks the ranks to save,
+                              and requeues the job
+    a node fails              Slurm itself requeues the job (--requeue)
+    a rank fails              the step ends, and the script requeues the job: three times, unless
+                              checkpoints got newer
+    scancel, preemption       SIGTERM also reaches the script: it leaves the job to Slurm
+
+PBS (OpenPBS and PBS Professional, with any mpiexec) differs from Slurm in these points:
+
+    no signal before the time limit              the script passes the end time to training
+    a job that waits for an array starts         it checks for the files of the earlier stage
+    even if a task has failed
+    -r y requeues a job only after a node        otherwise the script does: qrerun, or a new job if
+    failure                                      that is not allowed
+    it cannot exclude nodes                      bad_nodes is only for people to read
+
+There are three kinds of mpiexec:
+
+    Open MPI    sets ranks in OMPI_COMM_WORLD_*; does not forward variables by itself
+    MPICH       PMI_* and MPI_LOCALRANKID; also Intel MPI and others with Hydra
+    PALS        PMI_* and PMI_LOCAL_RANK, on HPE Cray machines; the only one with our CPU binding
+
+All end a job when a rank is killed; if a rank only fails, Hydra lets the others continue until
+their own parents notice (`launch/hang_reports.py`). None of them notices a silent host.
+"""
 
 from __future__ import annotations
 
-from trainyard.jobs.hosts import LocalScheduler, MpiHosts, SshHosts
-from trainyard.jobs.pbs import Pbs
-from trainyard.jobs.scheduler import Scheduler
-from trainyard.jobs.slurm import Slurm
+import re
+from collections.abc import Sequence
+from pathlib import Path
+
+from trainyard.config.cluster import Launch, cpu_mask
+from trainyard.errors import LaunchError
+from trainyard.files import parse_json
+from trainyard.jobs.job import Job
+from trainyard.jobs.scheduler import (
+    ASK_SECONDS,
+    FORGOTTEN,
+    BatchScheduler,
+    JobState,
+    Phase,
+    Scheduler,
+    Settings,
+    call,
+    quote,
+    split,
+)
+from trainyard.launch.environment import first_host, read_variables
+
+WARNING_SECONDS = 180
+"""Before the time limit; Slurm checks every 30 s."""
+# Each is as wide as the longest value plus one space.
+SQUEUE_WIDTHS = {"State": 32, "Reason": 96, "StartTime": 32, "NodeList": 4000}
+WAITING = ("PENDING", "REQUEUED", "REQUEUE_HOLD", "REQUEUE_FED", "SPECIAL_EXIT")
+RUNNING = ("RUNNING", "COMPLETING", "CONFIGURING", "SUSPENDED", "SIGNALING", "STAGE_OUT")
+PBS_STATES: dict[str, Phase] = {
+    **dict.fromkeys("QHTW", "waiting"),
+    **dict.fromkeys("RESBU", "running"),
+    **dict.fromkeys("FX", "ended"),
+}
+MPIEXECS = {
+    "openmpi": ("mpiexec.openmpi", "mpiexec"),
+    "mpich": ("mpiexec.hydra", "mpiexec"),
+    "pals": ("mpiexec",),
+}
+LOCAL_RANKS = {
+    "openmpi": "OMPI_COMM_WORLD_LOCAL_RANK",
+    "mpich": "MPI_LOCALRANKID",
+    "pals": "PMI_LOCAL_RANK",
+}
+
+
+def _bind_tasks(launch: Launch, n_ranks: int) -> list[str]:
+    """Options of srun that bind the ranks of a node."""
+    masks = ",".join(cpu_mask(cpus) for cpus in launch.cpu_lists[:n_ranks])
+    return [f"--cpu-bind=mask_cpu:{masks}"] if masks else []
+
+
+def _pyxis_options(job: Job) -> list[str]:
+    """Options of pyxis; none without it."""
+    container, scratch = job.container, job.cluster.launch.scratch
+    if container.runtime != "pyxis":
+        return []
+    mounts = [f"{job.project}:{job.project}", f"{scratch}:{scratch}", *container.mounts]
+    names = ",".join(container.environment)
+    return [
+        f"--container-image={job.image}",
+        f"--container-mounts={','.join(mounts)}",
+        f"--container-workdir={job.project}",
+        *split(container.options),
+        *([f"--container-env={names}"] if names else []),
+    ]
+
+
+def _bind_pals(launch: Launch, n_ranks: int) -> list[str]:
+    """Options of PALS's mpiexec that bind the ranks of a node; the others have none."""
+    lists = ":".join(launch.cpu_lists[:n_ranks])
+    return ["--cpu-bind", f"list:{lists}"] if lists and launch.mpiexec == "pals" else []
+
+
+def _mpiexec_settings(job: Job) -> Settings:
+    """The variables of mpiexec.sh."""
+    launch = job.cluster.launch
+    binding = [] if job.is_stage else _bind_pals(launch, job.n_ranks_per_node)
+    has_taskset = launch.cpu_lists and not binding and not job.is_stage
+    return {
+        "local_rank": LOCAL_RANKS[launch.mpiexec],
+        "cpus_of_rank": [launch.cpu_lists] if has_taskset else [],
+        "mpi": launch.mpiexec,
+        "mpiexecs": [MPIEXECS[launch.mpiexec]],
+        "mpiexec_options": [],
+        "binding": [binding] if binding else [],
+    }
+
+
+def _mpiexec_launcher(launch: Launch, n_nodes: int, n_ranks: int) -> str:
+    """An mpiexec and its options, as `Scheduler.launcher`; exports a rendezvous."""
+    words = ["-ppn", str(n_ranks), *_bind_pals(launch, n_ranks)]
+    if launch.mpiexec == "openmpi":
+        words = ["--map-by", f"ppr:{n_ranks}:node", "-x", "MASTER_ADDR", "-x", "MASTER_PORT"]
+    command = quote("mpiexec", "-n", n_nodes * n_ranks, *words)
+    return f"export MASTER_ADDR=$(hostname) MASTER_PORT=29500; {command}"
+
+
+class Slurm(BatchScheduler):
+    """Slurm."""
+
+    parts = ("starts.sh", "slurm.sh")
+    has_steps = True
+    submitter, lister, ender = ("sbatch", "--parsable"), "squeue", "scancel"
+    allocator = "salloc --nodes={nodes}"
+
+    def describe(self, launch: Launch) -> str:
+        """Returns `Slurm, srun`, or with torchrun."""
+        return f"Slurm, {'one torchrun a node' if launch.start == 'torchrun' else 'srun'}"
+
+    def check(self, job: Job) -> None:
+        """Rejects a path that a log cannot have."""
+        if "\\" in str(job.folder):
+            raise LaunchError(
+                f"Slurm cannot write its log below {job.folder}: the path has a backslash",
+                "start in a folder without one",
+            )
+
+    def directives(self, job: Job) -> list[str]:
+        """Returns #SBATCH lines."""
+        partition, time = job.limits
+        given: dict[str, object] = {"job-name": job.name}
+        # A % of the path is not one of sbatch's.
+        log = str(job.folder).replace("%", "%%")
+        if job.is_stage:
+            is_array = job.n_nodes > 1
+            log += f"/jobs/{job.name}-{'%A_%a' if is_array else '%j'}.log"
+            given |= {"array": f"0-{job.n_nodes - 1}"} if is_array else {}
+            given |= {"nodes": 1, "ntasks-per-node": 1}
+            prepare = job.cluster.launch.prepare
+            if not any(each.startswith(("-c", "--cpus-per-task")) for each in prepare.options):
+                given |= {"cpus-per-task": prepare.workers}
+        else:
+            log += f"/{self.log('%j')}"
+            given |= {"nodes": job.n_nodes, "ntasks-per-node": job.n_tasks_per_node}
+        account = job.cluster.launch.account
+        given |= {"account": account, "partition": partition, "time": time, "output": log}
+        lines = [quote(f"--{name}={value}") for name, value in given.items() if value != ""]
+        lines += [*job.options, "--requeue", "--open-mode=append"]
+        lines += [] if job.is_stage else [f"--signal=B:USR1@{WARNING_SECONDS}"]
+        return [f"#SBATCH {line}" for line in lines]
+
+    def settings(self, job: Job) -> Settings:
+        """Returns the options of srun."""
+        binding = [] if job.is_stage else _bind_tasks(job.cluster.launch, job.n_ranks_per_node)
+        return {
+            "local_rank": "SLURM_LOCALID",
+            "is_torchrun": "yes" if job.has_torchrun else "",
+            "step_options": [[word] for word in [*_pyxis_options(job), *binding]],
+        }
+
+    def launcher(self, launch: Launch, n_nodes: int, n_ranks: int) -> str:
+        """Returns srun and its options."""
+        sizes = [f"--nodes={n_nodes}", f"--ntasks-per-node={n_ranks}"]
+        return quote("srun", *sizes, *_bind_tasks(launch, n_ranks))
+
+    def after(self, jobs: Sequence[str]) -> list[str]:
+        """Returns options of sbatch."""
+        return [f"--dependency=afterok:{':'.join(jobs)}", "--kill-on-invalid-dep=yes"]
+
+    def count_nodes_here(self) -> int:
+        """Reads Slurm's variables."""
+        said = read_variables(re.compile("SLURM_JOB_ID|SLURM_JOB_NUM_NODES"))
+        return int(said.get("SLURM_JOB_NUM_NODES", "1")) if "SLURM_JOB_ID" in said else 0
+
+    def log(self, job: str) -> str:
+        """Returns the name of `--output`."""
+        return f"job-{job}.log"
+
+    def ask(self, job: str) -> JobState:
+        """Asks squeue."""
+        columns = ",".join(f"{name}:{width}" for name, width in SQUEUE_WIDTHS.items())
+        argv = [self.lister, "--noheader", "--states=all", f"--jobs={job}", f"--Format={columns}"]
+        done = call(argv, ASK_SECONDS)
+        row, problem = done.stdout.partition("\n")[0], " ".join(done.stderr.split())
+        if not row.strip():
+            # Slurm forgets a job some minutes after its end.
+            is_gone = not problem or "Invalid job id" in problem
+            return FORGOTTEN if is_gone else JobState("unknown", problem)
+        values = []
+        for width in SQUEUE_WIDTHS.values():
+            values.append(row[:width].strip())
+            row = row[width:]
+        state, reason, starts_at, nodes = values
+        if state in WAITING:
+            text = state if reason in ("", "None") else f"{state} ({reason})"
+            text += "" if starts_at in ("", "N/A") else f", expected to start at {starts_at}"
+            return JobState("waiting", text)
+        if reason == "JobLaunchFailure" and nodes:  # no line of the script ran: there is no log
+            why = f"{first_host(nodes)} cannot start the script, or cannot write its log beside it"
+            return JobState("ended", f"{state} ({reason}: {why})", nodes)
+        return JobState("running" if state in RUNNING else "ended", state, nodes)
+
+
+class Pbs(BatchScheduler):
+    """PBS."""
+
+    title = "PBS, mpiexec of {mpiexec}"
+    parts = ("starts.sh", "mpiexec.sh", "batch.sh")
+    shebang = "#!/bin/bash -l"
+    """PBS starts scripts without the login environment, such as modules."""
+    launcher = staticmethod(_mpiexec_launcher)
+    submitter, lister, ender = ("qsub",), "qstat", "qdel"
+    allocator = "qsub -I -l select={nodes}"
+
+    def check(self, job: Job) -> None:
+        """Rejects a path that a log cannot have."""
+        if not re.fullmatch(r"[\w./+@=-]+", str(job.folder)):
+            raise LaunchError(
+                f"PBS cannot write its log below {job.folder}: the path has a space or a special "
+                "character",
+                "start in a folder whose path has only letters, digits and . _ - + @ =",
+            )
+
+    def directives(self, job: Job) -> list[str]:
+        """Returns #PBS lines."""
+        launch, given, (queue, time) = job.cluster.launch, job.options, job.limits
+        if not any(each.startswith("-l") and "select=" in each for each in given):
+            chunk = f"1:ncpus={launch.prepare.workers}" if job.is_stage else f"{job.n_nodes}"
+            given = [f"-l select={chunk}", *given]
+        if not job.is_stage and not any("place=" in each for each in given):
+            given.append("-l place=scatter")
+        log = job.folder / "jobs" if job.is_stage else job.folder
+        lines = [f"-N {job.name}", *given]
+        lines += [f"-l walltime={time}"] if time else []
+        lines += [f"-q {queue}"] if queue else []
+        lines += [f"-A {launch.account}"] if launch.account else []
+        lines += [f"-J 0-{job.n_nodes - 1}"] if job.is_stage and job.n_nodes > 1 else []
+        return [f"#PBS {line}" for line in [*lines, "-j oe", f"-o {log}/", "-r y"]]
+
+    def settings(self, job: Job) -> Settings:
+        """Returns the variables of mpiexec.sh and batch.sh."""
+        hours, minutes, seconds = (int(part) for part in (job.limits[1] or "0:0:0").split(":"))
+        return _mpiexec_settings(job) | {
+            "job_variable": "PBS_JOBID",
+            "hosts_variable": "PBS_NODEFILE",
+            "limit_seconds": 3600 * hours + 60 * minutes + seconds or "",
+            "requeue": [["qrerun"]],
+            "resubmit": [[*self.submitter, job.script_path]],
+        }
+
+    def after(self, jobs: Sequence[str]) -> list[str]:
+        """Returns options of qsub."""
+        return ["-W", f"depend=afterok:{':'.join(jobs)}"]
+
+    def count_nodes_here(self) -> int:
+        """Counts the hosts of PBS_NODEFILE, which may have several lines each."""
+        path = read_variables(re.compile("PBS_NODEFILE")).get("PBS_NODEFILE")
+        try:
+            return len(set(Path(path).read_text(encoding="utf-8").split())) if path else 0
+        except OSError:  # on another node than the first
+            return 0
+
+    def log(self, job: str) -> str:
+        """Returns the name that PBS gives to a log."""
+        return f"{job}.OU"
+
+    def ask(self, job: str) -> JobState:
+        """Asks qstat."""
+        done = call([self.lister, "-x", "-f", "-F", "json", job], ASK_SECONDS)
+        problem = " ".join(done.stderr.split())
+        try:
+            (facts,) = parse_json(done.stdout)["Jobs"].values()
+            state, comment = str(facts["job_state"]), str(facts.get("comment", ""))
+        except (ValueError, TypeError, KeyError, AttributeError):
+            if "Unknown Job" in problem:
+                return FORGOTTEN
+            return JobState("unknown", problem or "qstat did not return JSON")
+        text = " ".join(f"{state} {comment}".split())
+        hosts = str(facts.get("exec_host", ""))
+        nodes = ",".join(dict.fromkeys(part.partition("/")[0] for part in hosts.split("+") if part))
+        return JobState(PBS_STATES.get(state, "unknown"), text, nodes)
+
+
+class LocalScheduler(Scheduler):
+    """This machine alone; Trainyard itself starts the ranks."""
+
+    title = "this machine"
+    parts = ("local.sh",)
+
+    def check(self, job: Job) -> None:
+        """Rejects a second node."""
+        if job.n_nodes > 1:
+            raise LaunchError(
+                f"{job.n_nodes} nodes, but this cluster is only this machine",
+                "--nodes 1, or a cluster with a scheduler or hosts (trainyard show cluster ssh)",
+            )
+
+    def settings(self, job: Job) -> Settings:
+        """Returns none."""
+        return {"device_variable": ""}
+
+
+class SshHosts(Scheduler):
+    """Hosts of the cluster file or the command line, by ssh: the script itself runs on each."""
+
+    title = "ssh"
+    parts = ("starts.sh", "ssh.sh", "hosts.sh")
+
+    def programs(self, launch: Launch) -> Sequence[str]:
+        """Returns ssh."""
+        return ("ssh",)
+
+    def check(self, job: Job) -> None:
+        """Rejects hosts that are too few, or named twice."""
+        hosts = job.cluster.launch.hosts
+        if len(set(hosts)) < len(hosts):
+            twice = next(host for host in hosts if hosts.count(host) > 1)
+            raise LaunchError(f"hosts names {twice} twice", "name each host once")
+        if len(hosts) < job.n_nodes:
+            raise LaunchError(
+                f"hosts has {len(hosts)}, but --nodes is {job.n_nodes}",
+                'list them in a cluster file: [launch] hosts = ["n1", "n2"]; or --hosts n1,n2',
+            )
+
+    def settings(self, job: Job) -> Settings:
+        """Returns the variables of ssh.sh and hosts.sh."""
+        launch, own = job.cluster.launch, split(job.options)
+        return {
+            "local_rank": "LOCAL_RANK",
+            "cpus_of_rank": [launch.cpu_lists] if launch.cpu_lists else [],
+            "script": job.script_path,
+            "ssh_options": [own] if own else [],
+            "all_hosts": [launch.hosts],
+        }
+
+
+class MpiHosts(SshHosts):
+    """Such hosts, with an mpiexec."""
+
+    title = "mpiexec of {mpiexec}"
+    parts = ("starts.sh", "mpiexec.sh", "hosts.sh")
+    launcher = staticmethod(_mpiexec_launcher)
+
+    def programs(self, launch: Launch) -> Sequence[str]:
+        """Returns the names that its mpiexec may have."""
+        return MPIEXECS[launch.mpiexec]
+
+    def settings(self, job: Job) -> Settings:
+        """Returns the variables of mpiexec.sh and hosts.sh."""
+        own = split(job.options)
+        return _mpiexec_settings(job) | {
+            "mpiexec_options": [own] if own else [],
+            "all_hosts": [job.cluster.launch.hosts],
+        }
+
 
 SCHEDULERS: dict[str, Scheduler] = {
     "local": LocalScheduler(),

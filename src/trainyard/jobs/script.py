@@ -1,4 +1,4 @@
-"""Job scripts: a header of directives and quoted variables, then the same bash for every job.
+"""Checks of a job, and its script: directives and variables, then the same bash for every job.
 
 Users read job scripts and start them again by hand. From top to bottom a script has
 
@@ -14,19 +14,120 @@ Only the `setup` lines of the cluster file are shell code.
 
 from __future__ import annotations
 
+import os
 import re
+import shutil
 from collections.abc import Sequence
 from importlib import resources
 
 from trainyard.config.cluster import CONTROL
+from trainyard.errors import LaunchError
 from trainyard.jobs.job import Job
 from trainyard.jobs.scheduler import Scheduler, Settings, quote, split
 from trainyard.jobs.schedulers import SCHEDULERS
 from trainyard.launch.environment import PROMISE, hide_secrets
 from trainyard.launch.restarts import LIMIT
 from trainyard.launch.signals import STOP
+from trainyard.units import format_number
 
 N_COLUMNS = 100
+NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
+
+
+def check_job(job: Job, devices_per_node: int) -> None:
+    """Rejects a job that cannot start, or would start with other settings.
+
+    Args:
+        job: what is to run.
+        devices_per_node: that the cluster has.
+
+    Raises:
+        LaunchError: names the field and what to do.
+    """
+    launch, ranks = job.cluster.launch, job.n_ranks_per_node
+    scheduler = SCHEDULERS[launch.scheduler]
+    if not NAME.fullmatch(job.name):
+        raise LaunchError(
+            f"{job.name!r} is not a job name",
+            "use letters, digits and . _ -, with a letter or digit first",
+        )
+    _check_container(job, scheduler)
+    if not job.is_stage and ranks > devices_per_node:
+        raise LaunchError(
+            f"{ranks} ranks per node, but a node has {devices_per_node} devices",
+            "use at most one rank per device, or correct devices_per_node in the cluster file",
+        )
+    scheduler.check(job)
+    if job.is_stage:
+        return
+    if launch.cpu_lists and len(launch.cpu_lists) < ranks:
+        raise LaunchError(
+            f"cpu_lists has {len(launch.cpu_lists)} lists for {ranks} ranks per node",
+            "give one list per rank of a node, or none",
+        )
+    if not job.has_torchrun:
+        return
+    if not scheduler.has_steps:
+        raise LaunchError(
+            f'start = "torchrun" needs Slurm, but the scheduler is {launch.scheduler}',
+            'set start = "tasks"',
+        )
+    if launch.cpu_lists or launch.device_variable:
+        field = "cpu_lists" if launch.cpu_lists else "device_variable"
+        raise LaunchError(
+            f'{field} needs one task per rank, but start = "torchrun" has one per node',
+            f'set start = "tasks", or omit {field}',
+        )
+
+
+def _check_container(job: Job, scheduler: Scheduler) -> None:
+    container = job.container
+    if container.runtime == "none" and container.image:
+        raise LaunchError(
+            f"the image {container.image} needs a runtime, but the cluster file sets none",
+            'set runtime in [launch.container] to "apptainer", "singularity" or "pyxis"',
+        )
+    if container.runtime == "none":
+        return
+    if not container.image:
+        raise LaunchError(
+            f"{container.runtime} needs an image, but none is set",
+            "set --image, or image in [launch.container], to one with Trainyard and torch",
+        )
+    if re.search("[,:]", str(job.project)):
+        raise LaunchError(
+            f"{job.project} cannot be mounted: the path has a comma or a colon",
+            "start in a folder without them",
+        )
+    if container.runtime == "pyxis" and not scheduler.has_steps:
+        raise LaunchError(
+            f"pyxis needs Slurm, but the scheduler is {job.cluster.launch.scheduler}",
+            'set runtime = "apptainer" in [launch.container]',
+        )
+
+
+def check_machine(job: Job, *, is_here: bool = False) -> None:
+    """Rejects an image file that does not exist, and a machine that cannot start the job.
+
+    Args:
+        job: what is to run.
+        is_here: run on the nodes of this allocation, which may lack the scheduler's programs.
+
+    Raises:
+        LaunchError: names the image or the program.
+    """
+    launch, is_file = job.cluster.launch, job.image.startswith("/")
+    if job.container.runtime != "none" and is_file and not os.path.lexists(job.image):
+        raise LaunchError(
+            f"there is no image {job.image}",
+            "build or copy it there, or set another: --image, or image in [launch.container]",
+        )
+    names = SCHEDULERS[launch.scheduler].programs(launch)
+    if not is_here and not any(shutil.which(each) for each in names):
+        raise LaunchError(
+            f"there is no {names[-1]} here, which the scheduler {launch.scheduler} needs",
+            "run this on a login node of the cluster; --dry-run prints the script anywhere",
+        )
 
 
 def render(job: Job) -> str:
@@ -49,9 +150,17 @@ def render_header(job: Job) -> str:
         LaunchError: a value has a control character.
     """
     scheduler, setup = SCHEDULERS[job.cluster.launch.scheduler], job.cluster.launch.setup
+    what = format_number(job.n_nodes, "task" if job.is_stage else "node")
+    if not job.is_stage:
+        what += f" of {format_number(job.n_ranks_per_node, 'rank')}"
+    if job.cluster.launch.scheduler == "local":
+        what = "on this machine"
     lines = [
         scheduler.shebang,
-        *_describe(job, scheduler),
+        f"# {job.name}: {what}. Made by",
+        f"#     {hide_secrets(re.sub(rf'({CONTROL}| )+', ' ', job.made_by))}",
+        "# Started again by hand, it continues the run:",
+        f"#     {quote(scheduler.submitter[0], job.script_path)}",
         *scheduler.directives(job),
         "",
         f"cd {quote(job.project)} || exit 2",
@@ -61,20 +170,6 @@ def render_header(job: Job) -> str:
     for name, value in (_settings(job) | scheduler.settings(job)).items():
         lines += _assign(name, value)
     return "\n".join(lines) + "\n"
-
-
-def _describe(job: Job, scheduler: Scheduler) -> list[str]:
-    what = f"{job.n_nodes} {'task' if job.is_stage else 'node'}{'s' if job.n_nodes > 1 else ''}"
-    if not job.is_stage:
-        what += f" of {job.n_ranks_per_node} rank{'s' if job.n_ranks_per_node > 1 else ''}"
-    if job.cluster.launch.scheduler == "local":
-        what = "on this machine"
-    return [
-        f"# {job.name}: {what}. Made by",
-        f"#     {hide_secrets(re.sub(rf'({CONTROL}| )+', ' ', job.made_by))}",
-        "# Started again by hand, it continues the run:",
-        f"#     {scheduler.by_hand(job)}",
-    ]
 
 
 def _settings(job: Job) -> Settings:

@@ -9,7 +9,7 @@ from trainyard.checkpoint.background import AsyncCheckpointer
 from trainyard.data.loader import held_out_batches
 from trainyard.data.order import Split
 from trainyard.evaluation.generate import Sampling, generate
-from trainyard.evaluation.loss import evaluate_sequences, pad_batch
+from trainyard.evaluation.loss import held_out_loss, pad_batch
 from trainyard.parallel.mesh import StopVote
 from trainyard.training.checkpoints import Saves, save_state
 from trainyard.training.guard import describe_spikes, require_equal_copies, roll_back, stop_if_stuck
@@ -126,7 +126,7 @@ def _evaluate(
     found_batches = held_out_batches(order, n_sequences, size, vocabulary_size)
     batches = (pad_batch(*batch, size) for batch in found_batches)
     loss_of = context.model.held_out_loss
-    found = evaluate_sequences(loss_of, batches, vocabulary_size, context.tokenizer)
+    found = held_out_loss(loss_of, batches, vocabulary_size, context.tokenizer)
     consumed = context.batches.consumed(state.step) * context.run.model.sequence_length
     values = {"step": state.step, "tokens": consumed, "split": split, **found.as_dict()}
     metrics.write("evaluate", values)

@@ -79,6 +79,27 @@ def describe_ancestry(ancestors: Sequence[Ancestor]) -> str:
     )
 
 
+def refuse_moved_run(source: str, name: str, overrides: Sequence[str]) -> None:
+    """Refuses to start a run anew in `runs/NAME` where `source` is the run, in another folder.
+
+    Raises:
+        ConfigError: the folder was moved, renamed or copied, or is that of another `runs`.
+    """
+    from trainyard.checkpoint.format import list_checkpoints
+
+    path = Path(source.removesuffix("/run.toml"))
+    if any(text.startswith("name=") for text in overrides):
+        return
+    for folder in (path, RUNS / path):
+        is_begun = (folder / "run.toml").is_file() and list_checkpoints(folder / "checkpoints")
+        if is_begun and folder.resolve() != (RUNS / name).resolve():
+            raise ConfigError(
+                f"{folder} is not where its run is trained: name={name!r}, so {RUNS / name}",
+                f"start in the folder that holds its {RUNS}/; if it was renamed, add "
+                f"name={folder.resolve().name}; for a new run, add another name",
+            )
+
+
 def is_huggingface(start: str) -> bool:
     """Returns whether `train.start_from` is a folder with a Hugging Face model."""
     return (Path(start) / "config.json").is_file()
