@@ -17,8 +17,7 @@ from tests.launch.processes import is_running
 from tests.waiting import wait_for, wait_until
 
 from trainyard.errors import EXIT_REQUEUE
-from trainyard.launch.local import note_signals
-from trainyard.launch.signals import REQUEUE, STOP
+from trainyard.launch.signals import REQUEUE, STOP, note_signals
 from trainyard.training.stop import Stop, leave_when_told
 
 WARNINGS = [signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2, signal.SIGXCPU]

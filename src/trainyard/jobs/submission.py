@@ -31,7 +31,8 @@ from trainyard.errors import ConfigError, LaunchError, explain_failure
 from trainyard.files import read_file
 from trainyard.jobs.scheduler import BatchScheduler
 from trainyard.jobs.schedulers import SCHEDULERS
-from trainyard.launch.local import POLL_SECONDS, note_signals, signal_name
+from trainyard.launch.local import POLL_SECONDS, signal_name
+from trainyard.launch.signals import note_signals
 from trainyard.units import format_number
 
 RECORD = "job.toml"

@@ -36,6 +36,7 @@ from trainyard import __version__
 from trainyard.config.secrets import hide, secret_problems, secret_values
 from trainyard.errors import ConfigError, LaunchError
 
+MOST_FILES = 2**16
 PACKAGE = Path(__file__).parent.parent
 PACKAGES = ("torch", "numpy", "pydantic", "safetensors", "tokenizers", "gigatoken")
 LOOPBACK = "127.0.0.1"
@@ -92,36 +93,18 @@ class Process:
             )
 
 
-@dataclass(frozen=True)
-class _Names:
-    """The variables of a launcher; several names for one value are from different versions."""
-
-    rank: Sequence[str]
-    n_ranks: Sequence[str]
-    local_rank: Sequence[str]
-    n_local_ranks: Sequence[str]
-
-    def are_in(self, environment: Mapping[str, str]) -> bool:
-        """Whether at least one is set."""
-        return any(name in environment for names in self._all() for name in names)
-
-    def are_complete_in(self, environment: Mapping[str, str]) -> bool:
-        """Whether every value is set."""
-        return all(any(name in environment for name in names) for names in self._all())
-
-    def _all(self) -> tuple[Sequence[str], ...]:
-        return self.rank, self.n_ranks, self.local_rank, self.n_local_ranks
-
-
-OURS = _Names(["TRAINYARD_RANK"], ["TRAINYARD_RANKS"], ["TRAINYARD_RANK"], ["TRAINYARD_RANKS"])
-TORCHRUN = _Names(["RANK"], ["WORLD_SIZE"], ["LOCAL_RANK"], ["LOCAL_WORLD_SIZE"])
-OPEN_MPI = _Names(
+_Names = tuple[Sequence[str], Sequence[str], Sequence[str], Sequence[str]]
+"""The names of rank, number of ranks, local rank and number of local ranks; of one value several,
+from different versions of a launcher."""
+OURS: _Names = (["TRAINYARD_RANK"], ["TRAINYARD_RANKS"], ["TRAINYARD_RANK"], ["TRAINYARD_RANKS"])
+TORCHRUN: _Names = (["RANK"], ["WORLD_SIZE"], ["LOCAL_RANK"], ["LOCAL_WORLD_SIZE"])
+OPEN_MPI: _Names = (
     ["OMPI_COMM_WORLD_RANK"],
     ["OMPI_COMM_WORLD_SIZE"],
     ["OMPI_COMM_WORLD_LOCAL_RANK"],
     ["OMPI_COMM_WORLD_LOCAL_SIZE"],
 )
-PMI = _Names(
+PMI: _Names = (
     ["PMI_RANK", "PALS_RANKID"],
     ["PMI_SIZE"],
     ["PMI_LOCAL_RANK", "PALS_LOCAL_RANKID", "MPI_LOCALRANKID"],
@@ -144,16 +127,19 @@ def read_process(environment: Mapping[str, str] = os.environ) -> Process:
 
 
 def _read_launcher(environment: Mapping[str, str]) -> Process:
+    def has(names: _Names) -> list[bool]:
+        return [any(name in environment for name in each) for each in names]
+
     in_step = "SLURM_STEP_ID" in environment
-    if OURS.are_in(environment):
+    if any(has(OURS)):
         place = _read_place(environment, OURS)
         return replace(place, store_file=Path(_text(environment, "TRAINYARD_STORE_FILE")))
-    if TORCHRUN.are_in(environment):
+    if any(has(TORCHRUN)):
         return _complete_torchrun(environment, _read_place(environment, TORCHRUN))
-    if OPEN_MPI.are_in(environment):
+    if any(has(OPEN_MPI)):
         return _with_meeting_point(environment, _read_place(environment, OPEN_MPI))
     # Slurm plug-ins set only some of these: then the step has all values.
-    if PMI.are_in(environment) and (PMI.are_complete_in(environment) or not in_step):
+    if all(has(PMI)) or (any(has(PMI)) and not in_step):
         return _with_meeting_point(environment, _read_place(environment, PMI))
     if in_step:
         return _with_meeting_point(environment, _read_slurm_place(environment))
@@ -170,21 +156,19 @@ def rank_environment(
         n_threads: for its computations, unless the environment says OMP_NUM_THREADS.
         environment: what the process inherits.
     """
-    given: dict[str, int | str | Path | None] = {
+    given: dict[str, object] = {
         "TRAINYARD_PARENT_PIPE": process.parent_pipe,
         "TRAINYARD_HEARTBEAT": process.heartbeat,
         COMMAND: shlex.join(sys.argv),
     }
     threads: dict[str, str] = {}
     if process.store_file is not None:
-        threads = {"OMP_NUM_THREADS": str(n_threads)}
-        given |= {
-            "TRAINYARD_RANK": process.rank,
-            "TRAINYARD_RANKS": process.n_ranks,
-            "TRAINYARD_STORE_FILE": process.store_file,
-        }
-    said = {name: str(value) for name, value in given.items() if value is not None}
-    return threads | dict(environment) | said
+        threads["OMP_NUM_THREADS"] = str(n_threads)
+        given["TRAINYARD_RANK"] = process.rank
+        given["TRAINYARD_RANKS"] = process.n_ranks
+        given["TRAINYARD_STORE_FILE"] = process.store_file
+    own = {name: str(value) for name, value in given.items() if value is not None}
+    return threads | dict(environment) | own
 
 
 def read_start(environment: Mapping[str, str] = os.environ) -> str | None:
@@ -204,12 +188,20 @@ def seconds_left(environment: Mapping[str, str] = os.environ) -> float | None:
 
 
 def _seconds_since_start(pid: int) -> float:
-    try:
-        fields = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8").rpartition(")")[2].split()
-    except OSError:
+    fields = read_process_state(pid)
+    if not fields:
         return 0.0
     ticks_since_boot = int(fields[19])
     return time.clock_gettime(time.CLOCK_BOOTTIME) - ticks_since_boot / os.sysconf("SC_CLK_TCK")
+
+
+def read_process_state(pid: int) -> list[str]:
+    """Returns the fields of /proc/PID/stat after the name; empty without one, as on macOS."""
+    try:
+        text = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        return []
+    return text.rpartition(")")[2].split()
 
 
 def refuse_missing_devices(n_seen: int, environment: Mapping[str, str] = os.environ) -> None:
@@ -253,8 +245,9 @@ def let_idle_threads_sleep() -> None:
 def raise_file_limit() -> None:
     """Lets this process and its children open as many files and sockets as the system allows."""
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
-    with suppress(OSError, ValueError):  # "unlimited" is refused on macOS
-        resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
+    wanted = MOST_FILES if most == resource.RLIM_INFINITY else most  # macOS refuses "unlimited"
+    with suppress(OSError, ValueError):
+        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, most))
 
 
 def chooses_allocator(environment: Mapping[str, str] = os.environ) -> bool:
@@ -356,21 +349,18 @@ def _processor_name() -> str:
 
 
 def _read_place(environment: Mapping[str, str], names: _Names) -> Process:
-    rank_name, rank = _read_one(environment, names.rank)
-    n_ranks_name, n_ranks = _read_one(environment, names.n_ranks)
-    local_rank_name, local_rank = _read_one(environment, names.local_rank)
-    n_local_ranks_name, n_local_ranks = _read_one(environment, names.n_local_ranks)
-    for below, value, above, limit in (
-        (rank_name, rank, n_ranks_name, n_ranks),
-        (local_rank_name, local_rank, n_local_ranks_name, n_local_ranks),
-        (n_local_ranks_name, n_local_ranks - 1, n_ranks_name, n_ranks),
+    rank, n_ranks, local_rank, n_local_ranks = (_read_one(environment, each) for each in names)
+    for (below, value), (above, limit), least in (
+        (rank, n_ranks, 0),
+        (local_rank, n_local_ranks, 0),
+        (n_local_ranks, n_ranks, 1),
     ):
-        if not value < limit:
+        if value - least >= limit:
             raise LaunchError(
                 f"{below}={environment[below]} contradicts {above}={environment[above]}",
                 "ranks count from 0 and are less than their number: let the launcher set these",
             )
-    return Process(rank, n_ranks, local_rank, n_local_ranks)
+    return Process(rank[1], n_ranks[1], local_rank[1], n_local_ranks[1])
 
 
 def _read_slurm_place(environment: Mapping[str, str]) -> Process:
@@ -387,7 +377,7 @@ def _read_slurm_place(environment: Mapping[str, str]) -> Process:
             f"{node_name}={node} contradicts SLURM_STEP_TASKS_PER_NODE={counts}", MEANING
         )
     local = "SLURM_STEP_TASKS_PER_NODE"
-    names = _Names(["SLURM_PROCID"], ["SLURM_STEP_NUM_TASKS"], ["SLURM_LOCALID"], [local])
+    names = (["SLURM_PROCID"], ["SLURM_STEP_NUM_TASKS"], ["SLURM_LOCALID"], [local])
     return _read_place({**environment, local: str(n_tasks[node])}, names)
 
 

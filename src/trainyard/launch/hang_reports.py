@@ -22,13 +22,14 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
-from trainyard.errors import EXIT_HOLD, EXIT_REQUEUE
+from trainyard.errors import EXIT_HOLD, EXIT_REQUEUE, MachineError
+from trainyard.files import publish_text
+from trainyard.launch.environment import read_process_state
 from trainyard.launch.heartbeat import STACK_SIGNAL
-from trainyard.launch.local import Worker
+from trainyard.launch.local import POLL_SECONDS, Worker, send
 from trainyard.topology import name_ranks
 
 STACK_SECONDS, QUIET_SECONDS = 2.0, 0.2
-POLL_SECONDS = 0.05
 N_LOOKS = 6
 MEANT_CODES = (0, 2, EXIT_REQUEUE, EXIT_HOLD)
 STATES = {"R": "running", "S": "waiting", "D": "waiting for a disk or device", "T": "stopped"}
@@ -90,13 +91,11 @@ class HangReports:
 
     def write(self, statuses: Iterable[RankStatus]) -> None:
         """Writes this process's reports; a failing disk must not keep it from ending."""
-        with suppress(OSError):
+        with suppress(OSError, MachineError):
             self._folder.mkdir(parents=True, exist_ok=True)
             for each in statuses:
                 path = self._folder / f"rank-{each.rank:05d}.json"
-                new = path.with_suffix(".new")
-                new.write_text(json.dumps(asdict(each), indent=2) + "\n", encoding="utf-8")
-                new.replace(path)
+                publish_text(path, json.dumps(asdict(each), indent=2) + "\n")
 
     def read(self) -> list[RankStatus]:
         """Returns all reports written since this object was created, by rank.
@@ -123,30 +122,24 @@ class HangReports:
         return found
 
 
-def look_at(workers: Sequence[Worker], still_since: dict[int, float]) -> list[RankStatus]:
-    """Returns the state of workers, with the stacks of all that can write them.
-
-    Args:
-        workers: workers with a heartbeat.
-        still_since: time of the last heartbeat by rank, on the monotonic clock.
-    """
-    seen_often = []
+def look_at(workers: Sequence[Worker]) -> list[RankStatus]:
+    """Returns the state of workers, with the stacks of all that can write them."""
+    looks = []
     for _ in range(N_LOOKS):
-        seen_often.append([_see(worker, still_since.get(worker.rank)) for worker in workers])
+        looks.append([status_of(worker) for worker in workers])
         time.sleep(POLL_SECONDS)
     # A waiting process runs for a moment now and then.
     statuses = [
-        next((seen for seen in each if seen.state != "running"), each[-1])
-        for each in zip(*seen_often, strict=True)
+        next((seen for seen in of_worker if seen.state != "running"), of_worker[-1])
+        for of_worker in zip(*looks, strict=True)
     ]
-    asked = {
-        worker.rank: worker
+    asked = [
+        worker
         for worker, seen in zip(workers, statuses, strict=True)
         # Before its first heartbeat it cannot answer.
         if seen.count > 0 and not seen.has_ended and seen.state != "stopped"
-    }
-    for worker in asked.values():
-        worker.running.send_signal(STACK_SIGNAL)
+    ]
+    send(asked, STACK_SIGNAL)
     stacks = _wait_for_stacks(asked)
     return [replace(seen, stack=stacks.get(seen.rank, "")) for seen in statuses]
 
@@ -193,21 +186,16 @@ def describe_stack(seen: RankStatus) -> str:
     return f"rank {seen.rank} {why}: no stack available"
 
 
-def status_of_dead(worker: Worker) -> RankStatus:
-    """Returns the known state of a worker that has ended."""
-    return _see(worker, None)
-
-
-def _see(worker: Worker, since: float | None) -> RankStatus:
-    beat = worker.beat
-    has_ended = worker.running.poll() is not None
+def status_of(worker: Worker) -> RankStatus:
+    """Returns the known state of a worker, without its stacks."""
+    beat, has_ended = worker.beat, not worker.is_running
     return RankStatus(
         rank=worker.rank,
         host=socket.gethostname(),
         step=beat.step,
         phase=beat.phase,
         count=beat.count,
-        seconds=0.0 if since is None else time.monotonic() - since,
+        seconds=0.0 if has_ended else time.monotonic() - worker.beat_at,
         state=worker.describe_end() if has_ended else _read_state(worker.running.pid),
         has_ended=has_ended,
         has_failed=has_ended and worker.running.returncode not in MEANT_CODES,
@@ -216,24 +204,17 @@ def _see(worker: Worker, since: float | None) -> RankStatus:
 
 
 def _read_state(pid: int) -> str:
-    try:
-        status = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace")
-    except OSError:  # not on macOS
-        return "running"
-    return STATES.get(status.rpartition(")")[2].split()[0].upper(), "running")
+    letter = "".join(read_process_state(pid)[:1]).upper()
+    return STATES.get(letter, "running")  # none on macOS
 
 
-def _wait_for_stacks(asked: dict[int, Worker]) -> dict[int, str]:
+def _wait_for_stacks(asked: Sequence[Worker]) -> dict[int, str]:
     """Waits until every stack is complete, that is until no more output arrives."""
-    stacks = dict.fromkeys(asked, "")
+    stacks = {worker.rank: "" for worker in asked}
     deadline = quiet_from = time.monotonic() + STACK_SECONDS
     while time.monotonic() < min(deadline, quiet_from):
         time.sleep(POLL_SECONDS)
-        now = {
-            rank: worker.heartbeat.read_stacks()
-            for rank, worker in asked.items()
-            if worker.heartbeat
-        }
+        now = {each.rank: each.heartbeat.read_stacks() for each in asked if each.heartbeat}
         if now != stacks or not all(now.values()):
             quiet_from = time.monotonic() + (QUIET_SECONDS if all(now.values()) else STACK_SECONDS)
         stacks = now

@@ -22,23 +22,22 @@ import socket
 import subprocess
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from types import FrameType
 
 from trainyard.errors import EXIT_HOLD, EXIT_REQUEUE, MachineError
 from trainyard.launch.environment import Process, bound_to, rank_environment
 from trainyard.launch.heartbeat import HeartbeatReader, HeartbeatState
-from trainyard.launch.signals import STOP, handle_signals
+from trainyard.launch.signals import STOP, note_signals
 
 POLL_SECONDS = 0.05
 OWN_END_SECONDS, TERM_SECONDS = 1.0, 3.0
 N_LINES, N_BYTES = 20, 8192
 
 
-@dataclass(frozen=True)
+@dataclass
 class Worker:
     """A process started by this one, with its known state."""
 
@@ -50,6 +49,15 @@ class Worker:
     log_start: int
     """Size of the log before."""
     heartbeat: HeartbeatReader | None
+    n_beats: int = -1
+    """Its heartbeat count when it was last looked at."""
+    beat_at: float = 0.0
+    """When its count was first seen, on the monotonic clock."""
+
+    @property
+    def is_running(self) -> bool:
+        """Whether it has not ended."""
+        return self.running.poll() is None
 
     @property
     def rank(self) -> int:
@@ -66,6 +74,12 @@ class Worker:
     def beat(self) -> HeartbeatState:
         """Its last report."""
         return self.heartbeat.read() if self.heartbeat else HeartbeatState()
+
+    def note_heartbeat(self) -> None:
+        """Notes when its heartbeat count has changed."""
+        count = self.beat.count
+        if self.n_beats != count:
+            self.n_beats, self.beat_at = count, time.monotonic()
 
     def describe_end(self) -> str:
         """Such as `was ended by SIGKILL`."""
@@ -96,8 +110,8 @@ def run_one(process: Process, command: Sequence[str]) -> None:
     Raises:
         MachineError: it died.
     """
-    with open_pipe() as pipe:
-        _run([replace(process, parent_pipe=pipe)], command, None)
+    with open_places(1, process) as places:
+        _run(places, command, None)
 
 
 def _run(places: Sequence[Process], command: Sequence[str], logs: Path | None) -> None:
@@ -107,7 +121,7 @@ def _run(places: Sequence[Process], command: Sequence[str], logs: Path | None) -
         try:
             for place in places:
                 workers.append(start_worker(place, command, logs))
-            while any(worker.running.poll() is None for worker in workers):
+            while any(worker.is_running for worker in workers):
                 if find_first_death(workers) is not None:
                     break
                 while received:
@@ -126,37 +140,27 @@ def _run(places: Sequence[Process], command: Sequence[str], logs: Path | None) -
 
 
 @contextmanager
-def open_places(n_ranks: int) -> Iterator[list[Process]]:
-    """Yields the ranks of this machine, which meet in a file and end with this process."""
-    with tempfile.TemporaryDirectory(prefix="trainyard-") as folder, open_pipe() as pipe:
-        store = Path(folder) / "store"
-        yield [
-            Process(number, n_ranks, number, n_ranks, store_file=store, parent_pipe=pipe)
-            for number in range(n_ranks)
-        ]
+def open_places(n_ranks: int, process: Process | None = None) -> Iterator[list[Process]]:
+    """Yields the ranks that this process starts, which end with it.
 
-
-@contextmanager
-def open_pipe() -> Iterator[int]:
-    """Yields the end of a pipe for `Process.parent_pipe`."""
+    Args:
+        n_ranks: on this machine, where they meet in a file.
+        process: yielded instead, as one rank that already has its place.
+    """
     reading, writing = os.pipe()
     try:
-        yield reading
+        if process is not None:
+            yield [replace(process, parent_pipe=reading)]
+            return
+        with tempfile.TemporaryDirectory(prefix="trainyard-") as folder:
+            store = Path(folder) / "store"
+            yield [
+                Process(number, n_ranks, number, n_ranks, store_file=store, parent_pipe=reading)
+                for number in range(n_ranks)
+            ]
     finally:
         os.close(reading)
         os.close(writing)
-
-
-@contextmanager
-def note_signals(numbers: Sequence[signal.Signals]) -> Iterator[list[signal.Signals]]:
-    """Yields a list that collects these signals as they arrive."""
-    received: list[signal.Signals] = []
-
-    def note(number: int, _frame: FrameType | None) -> None:
-        received.append(signal.Signals(number))
-
-    with handle_signals(numbers, note):
-        yield received
 
 
 def start_worker(
@@ -228,11 +232,17 @@ def kill(workers: Sequence[Worker]) -> None:
         worker.running.wait()
 
 
+def wait_until(condition: Callable[[], bool], seconds: float) -> bool:
+    """Waits until a condition holds, or the time is up; returns whether it holds."""
+    deadline = time.monotonic() + seconds
+    while not (holds := condition()) and time.monotonic() < deadline:
+        time.sleep(POLL_SECONDS)
+    return holds
+
+
 def wait(workers: Sequence[Worker], seconds: float) -> None:
     """Waits until all have ended, or until the timeout."""
-    deadline = time.monotonic() + seconds
-    while time.monotonic() < deadline and any(each.running.poll() is None for each in workers):
-        time.sleep(POLL_SECONDS)
+    wait_until(lambda: not any(worker.is_running for worker in workers), seconds)
 
 
 def send(workers: Sequence[Worker], number: signal.Signals) -> None:

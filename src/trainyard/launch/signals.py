@@ -44,6 +44,18 @@ def handle_signals(
             signal.signal(number, earlier)
 
 
+@contextmanager
+def note_signals(numbers: Sequence[signal.Signals]) -> Iterator[list[signal.Signals]]:
+    """Yields a list that collects these signals as they arrive."""
+    received: list[signal.Signals] = []
+
+    def note(number: int, _frame: FrameType | None) -> None:
+        received.append(signal.Signals(number))
+
+    with handle_signals(numbers, note):
+        yield received
+
+
 def _forget_lost_terminal() -> None:
     """Drops further output to a terminal that is gone: writing to it would fail."""
     for stream in (1, 2):

@@ -11,28 +11,21 @@ from __future__ import annotations
 
 import faulthandler
 import os
-import resource
 import runpy
 import signal
 import sys
 import traceback
 from collections.abc import Callable
-from contextlib import suppress
 from typing import NoReturn
 
-from trainyard.launch.environment import Process, read_process
+from trainyard.launch.environment import Process, raise_file_limit, read_process
 from trainyard.launch.heartbeat import N_BYTES, STACK_SIGNAL, START_SECONDS, Heartbeat
-
-MOST_FILES = 2**16
 
 
 def be_watched(process: Process) -> None:
     """Lets the parent process watch this one, and raises the limit of open files."""
     # Each group of gloo connects every rank with all others: 1,024 ranks pass the usual 1,024.
-    files, most_files = resource.getrlimit(resource.RLIMIT_NOFILE)
-    wanted = MOST_FILES if most_files == resource.RLIM_INFINITY else min(MOST_FILES, most_files)
-    with suppress(ValueError, OSError):  # macOS allows fewer than it says
-        resource.setrlimit(resource.RLIMIT_NOFILE, (max(files, wanted), most_files))
+    raise_file_limit()
     faulthandler.enable()  # a crash prints its stack
     if process.heartbeat is None:
         return
