@@ -25,10 +25,9 @@ import torch
 from tests.evaluation.lm_eval_scores import save_model
 
 from trainyard.data.tokenizer import Tokenizer
-from trainyard.evaluation.inputs import TrainedRun, read_trained_run
 from trainyard.evaluation.likelihood import answer_tasks
-from trainyard.evaluation.ranks import open_predictor
 from trainyard.evaluation.tasks import read_tasks
+from trainyard.evaluation.trained import TrainedRun, open_predictor, read_trained_run
 from trainyard.export.to_huggingface import export_huggingface
 from trainyard.launch.environment import Process
 

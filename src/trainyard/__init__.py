@@ -12,7 +12,7 @@ _MODULES = {
     **{"load_run": "api.planning", "plan": "api.planning"},
     **{"prepare": "api.running", "train": "api.running"},
     **{"Checkpoint": "api.checkpoints", "generate": "api.checkpoints"},
-    **{"evaluate": "api.checkpoints", "evaluate_tasks": "api.tasks"},
+    **{"evaluate": "api.checkpoints", "evaluate_tasks": "api.checkpoints"},
     "read_metrics": "report.metrics",
     "TrainyardError": "errors",
 }

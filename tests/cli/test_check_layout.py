@@ -10,7 +10,7 @@ from subprocess import CompletedProcess
 import pytest
 from tests.command import trainyard
 
-from trainyard.cli.check_layout import refuse_differences, render_results
+from trainyard.cli.check import refuse_differences, render_results
 from trainyard.config.load import load_run
 from trainyard.errors import MachineError
 from trainyard.training.layout_check import Result

@@ -26,7 +26,7 @@ from trainyard.errors import (
     MachineError,
     UserError,
 )
-from trainyard.jobs.submission import read_submission
+from trainyard.jobs.status import read_submission
 from trainyard.launch.lock import hold
 
 ROOT = Path(__file__).parents[2]

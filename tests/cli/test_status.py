@@ -21,8 +21,13 @@ from tests.waiting import WATCHDOG_SECONDS, wait_until
 
 from trainyard.cli.main import main
 from trainyard.config.edit import set_fields
-from trainyard.jobs.status import ask_scheduler, read_bad_nodes, read_starts
-from trainyard.jobs.submission import Submission, write_submission
+from trainyard.jobs.status import (
+    Submission,
+    ask_scheduler,
+    read_bad_nodes,
+    read_starts,
+    write_submission,
+)
 from trainyard.launch.lock import hold
 from trainyard.training.stop import INTERRUPTED
 

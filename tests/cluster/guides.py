@@ -25,7 +25,7 @@ from tests.command import trainyard as call
 from tests.e2e.test_recipes_data import SMALL as SMALL_MODEL
 
 from trainyard.config.load import load_run
-from trainyard.jobs.submission import read_submission
+from trainyard.jobs.status import read_submission
 
 from .launching import SOURCES, write_commands
 from .machines import LOGIN, Machines

@@ -20,7 +20,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from trainyard.corpus.preparation.train_tokenizer import train_tokenizer
-from trainyard.jobs.submission import read_submission
+from trainyard.jobs.status import read_submission
 
 from .launching import read_losses, write_cluster, write_commands
 from .machines import Machines

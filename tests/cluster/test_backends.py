@@ -138,7 +138,7 @@ def run_as_pbs_does(machines: Machines, project: Path, run: str, launch: list[st
 
 
 def job_of(folder: Path) -> int:
-    from trainyard.jobs.submission import read_submission
+    from trainyard.jobs.status import read_submission
 
     submission = read_submission(folder)
     assert submission is not None

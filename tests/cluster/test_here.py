@@ -13,8 +13,7 @@ import pytest
 from tests.faults.small_run import small_overrides, write_tokens
 from tests.waiting import WATCHDOG_SECONDS, wait_until
 
-from trainyard.jobs.status import read_starts
-from trainyard.jobs.submission import read_submission
+from trainyard.jobs.status import read_starts, read_submission
 
 from .launching import TRAINYARD, read_losses, trainyard, write_cluster
 from .machines import Machines

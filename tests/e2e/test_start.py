@@ -11,7 +11,7 @@ from tests.command import trainyard as call
 from tests.e2e.test_layouts import lines, losses, said, train, weights
 from tests.faults.small_run import small_overrides, write_tokens
 
-from trainyard.api.training import convert_start
+from trainyard.api.running import convert_start
 from trainyard.checkpoint.format import manifest_sha256, read_manifest
 from trainyard.config.load import load_run
 from trainyard.config.run import Run

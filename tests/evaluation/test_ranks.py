@@ -12,15 +12,14 @@ import numpy as np
 import pytest
 import torch
 from tests.command import Fork, trainyard
-from tests.evaluation.test_inputs import save_untrained
+from tests.evaluation.test_trained import save_untrained
 
 from trainyard.config.load import load_run
 from trainyard.data.indexed import IndexedWriter
 from trainyard.errors import ConfigError
-from trainyard.evaluation.inputs import read_trained_run
-from trainyard.evaluation.likelihood import EncodedPair, score_pairs
-from trainyard.evaluation.loss import evaluate_documents
-from trainyard.evaluation.ranks import evaluated_run, open_predictor
+from trainyard.evaluation.likelihood import score_windows
+from trainyard.evaluation.loss import evaluate_documents, window
+from trainyard.evaluation.trained import evaluated_run, open_predictor, read_trained_run
 from trainyard.launch.environment import Process
 
 MANY = pytest.mark.exhaustive
@@ -49,9 +48,9 @@ def evaluate(
     ids = np.random.default_rng(5).integers(0, 280, 12 * length + 9)
     with open_predictor(trained, process, overrides, "ids", dtype) as predictor:
         found = evaluate_documents(predictor, [ids], None)
-        pairs = [EncodedPair(ids[:n].tolist(), min(n - 1, 3)) for n in range(2, length + 2, 3)]
-        pairs += [EncodedPair([7, number], 1) for number in range(280)]
-        scores = score_pairs(predictor, pairs, lambda _done, _total: None)
+        windows = [window(ids[:n], max(1, n - 3)) for n in range(2, length + 2, 3)]
+        windows += [window(np.array([7, number]), 1) for number in range(280)]
+        scores = score_windows(predictor, windows, lambda _done, _total: None)
     return {**found.as_dict(), "scores": scores.tolist()}
 
 

@@ -16,7 +16,7 @@ import pytest
 from tests.command import call, trainyard
 from tests.evaluation.lm_eval_scores import GOLDEN, ITEMS, ROOT, TASKS, save_model
 
-from trainyard.api.tasks import evaluate_tasks
+from trainyard.api.checkpoints import evaluate_tasks
 from trainyard.cli.evaluate import evaluate
 from trainyard.errors import DataError
 from trainyard.evaluation.tasks import read_tasks

@@ -20,8 +20,13 @@ from trainyard.data.indexed import IndexedWriter
 from trainyard.data.loader import build_orders
 from trainyard.data.tokenizer import Tokenizer, load_tokenizer
 from trainyard.errors import CheckpointError, ConfigError, DataError
-from trainyard.evaluation.inputs import count_training_tokens, load_trained, read_documents
 from trainyard.evaluation.loss import count_bytes, unigram_loss
+from trainyard.evaluation.trained import (
+    TrainedRun,
+    count_training_tokens,
+    read_documents,
+    read_trained_run,
+)
 from trainyard.model.gpt import GPT
 from trainyard.model.init import initialize
 from trainyard.planning.resolve import resolve
@@ -85,12 +90,12 @@ def call(verb: object, *arguments: str) -> Result:
 
 
 def test_a_run_folder_and_its_checkpoint_give_the_same_model(run_folder: Path) -> None:
-    from_run = load_trained(run_folder)
-    from_checkpoint = load_trained(from_run.checkpoint)
+    from_run = read_trained_run(run_folder)
+    from_checkpoint = read_trained_run(from_run.checkpoint)
     assert from_run.checkpoint.name == "step-00000007"
-    tokens = torch.arange(20)[None]
-    device = from_run.model.head_weight.device
-    assert torch.equal(from_run.model(tokens.to(device)), from_checkpoint.model(tokens.to(device)))
+    models = [trained.load_model() for trained in (from_run, from_checkpoint)]
+    tokens = torch.arange(20)[None].to(models[0].head_weight.device)
+    assert torch.equal(*(model(tokens) for model in models))
     assert from_run.require_tokenizer().vocabulary_size == 280
 
 
@@ -132,7 +137,7 @@ def test_held_out_text_that_cannot_be_read_is_named(tmp_path: Path, tokenizer: T
 
 
 def test_training_tokens_are_counted_without_held_out_documents(run_folder: Path) -> None:
-    run = load_trained(run_folder).run
+    run = read_trained_run(run_folder).run
     order = build_orders(run, resolve(run))["train"]
     assert order is not None
     counts = count_training_tokens(order, 280)
@@ -171,11 +176,11 @@ def test_evaluating_a_text_prints_exact_bits_per_byte(
 ) -> None:
     path = tmp_path / "book.txt"
     path.write_text(TEXT, encoding="utf-8")
-    checkpoint = str(load_trained(run_folder).checkpoint)
+    checkpoint = str(read_trained_run(run_folder).checkpoint)
     found = json.loads(call(evaluate, checkpoint, "--data", str(path), "--json").stdout)
     ids = tokenizer.encode(TEXT)
     assert (found["n_tokens"], found["n_bytes"]) == (len(ids), len(TEXT.encode()))
-    run = load_trained(run_folder).run
+    run = read_trained_run(run_folder).run
     order = build_orders(run, resolve(run))["train"]
     assert order is not None
     counts = count_training_tokens(order, 280)
@@ -219,8 +224,8 @@ def test_generated_text_continues_the_prompt_the_same_each_time(run_folder: Path
 
 
 def test_a_run_without_a_tokenizer_cannot_generate(run_folder: Path) -> None:
-    trained = load_trained(run_folder)
-    without = type(trained)(trained.checkpoint, trained.run, None, trained.model)
+    trained = read_trained_run(run_folder)
+    without = TrainedRun(trained.checkpoint, trained.run, None)
     with pytest.raises(ConfigError, match=r"has no tokenizer.path, so it cannot read text"):
         without.require_tokenizer()
 

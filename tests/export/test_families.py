@@ -15,7 +15,7 @@ from tests.e2e.test_layouts import losses, said, train
 from tests.faults.small_run import write_tokens
 
 import trainyard
-from trainyard.api.training import convert_start
+from trainyard.api.running import convert_start
 from trainyard.checkpoint.load import build_model_from_checkpoint
 from trainyard.checkpoint.resume import find_checkpoint
 from trainyard.checkpoint.verify import check_checkpoint

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from typer.testing import CliRunner
 
-from trainyard.api.training import convert_start
+from trainyard.api.running import convert_start
 from trainyard.cli.main import app
 from trainyard.config.load import load_run
 from trainyard.data.indexed import IndexedDataset

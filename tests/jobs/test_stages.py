@@ -13,7 +13,7 @@ from tests.cluster.slimpajama import WORDS
 from tests.command import trainyard
 from tests.corpus.fetching.test_fetch import serving
 
-from trainyard.jobs.submission import read_submission
+from trainyard.jobs.status import read_submission
 
 RUN = """\
 extends = "tiny"

@@ -17,8 +17,7 @@ from tests.waiting import WATCHDOG_SECONDS, wait_until
 from trainyard.config.cluster import Cluster, Launch
 from trainyard.jobs.job import Job
 from trainyard.jobs.script import render
-from trainyard.jobs.status import read_current
-from trainyard.jobs.submission import Submission, write_submission
+from trainyard.jobs.status import Submission, read_current, write_submission
 
 pytestmark = pytest.mark.exhaustive
 

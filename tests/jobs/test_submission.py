@@ -13,15 +13,14 @@ from tests.cluster.machines import Machines
 from tests.cluster.slurm import Slurm
 from tests.waiting import WATCHDOG_SECONDS
 
+from trainyard.api.launching import run_here, run_stage
 from trainyard.errors import LaunchError, MachineError
 from trainyard.jobs.scheduler import BatchScheduler
 from trainyard.jobs.schedulers import SCHEDULERS
-from trainyard.jobs.submission import (
+from trainyard.jobs.status import (
     Submission,
     describe_submission,
     read_submission,
-    run_here,
-    run_stage,
     write_submission,
 )
 
@@ -144,7 +143,7 @@ def test_an_answer_that_is_no_job_id(tmp_path: Path, monkeypatch: pytest.MonkeyP
 
 def test_a_script_takes_over(tmp_path: Path) -> None:
     path = script(tmp_path, "trap 'exit 75' USR1; echo $$; while true; do sleep 0.05; done")
-    program = "from pathlib import Path; from trainyard.jobs.submission import run_here; "
+    program = "from pathlib import Path; from trainyard.api.launching import run_here; "
     program += f"run_here(Path({str(path)!r}))"
     with subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE) as running:
         assert running.stdout is not None
@@ -158,7 +157,7 @@ import signal
 import sys
 from pathlib import Path
 from trainyard.errors import LaunchError
-from trainyard.jobs.submission import run_stage
+from trainyard.api.launching import run_stage
 # Not as inherited: these tests may run under nohup themselves.
 hangup = signal.SIG_IGN if sys.argv[2:] == ["nohup"] else signal.SIG_DFL
 signal.signal(signal.SIGHUP, hangup)

@@ -11,10 +11,10 @@ from tests.faults.small_run import write_tokens
 from tests.launch.test_environment import TORCHRUN
 from tests.waiting import WATCHDOG_SECONDS
 
-from trainyard.api.training import wait_for_run_folder
+from trainyard.api.running import Training, train_run, wait_for_run_folder
 from trainyard.cli.main import main
 from trainyard.config.load import load_run, render_run
-from trainyard.errors import LaunchError
+from trainyard.errors import ConfigError, LaunchError
 from trainyard.launch.environment import Process
 
 RANK_1 = Process(1, 2, 1, 2)
@@ -111,7 +111,7 @@ def test_more_ranks_than_gpus_do_not_start(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr("trainyard.planning.hardware.list_gpus", lambda: ["NVIDIA H200"] * 4)
-    monkeypatch.setattr("trainyard.api.training._count_gpus", lambda: n_gpus)
+    monkeypatch.setattr("trainyard.api.running._count_gpus", lambda: n_gpus)
     if "prefixes" not in problem:
         options = [*options, f"data.blend.prefixes=['{write_tokens(tmp_path)}']"]
     done = trainyard("train", "tiny", *options, "--force", folder=tmp_path)
@@ -127,3 +127,16 @@ def test_two_lengths(capsys: pytest.CaptureFixture[str]) -> None:
         "error: --minutes and train.length= both set the length of the run\n"
         "hint: omit one of them\n"
     )
+
+
+@pytest.mark.parametrize(
+    ("training", "problem"),
+    [
+        (Training("tiny", ranks=0), "ranks=0 is below 1"),
+        (Training("tiny", minutes=-1), "minutes=-1 is below 0.01"),
+    ],
+)
+def test_numbers_that_python_may_give(training: Training, problem: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        train_run(training)
+    assert caught.value.problem == problem

@@ -1,7 +1,8 @@
-"""`trainyard.Checkpoint`, `generate` and `evaluate`: a trained model, from Python."""
+"""`trainyard.Checkpoint`, `generate`, `evaluate` and `evaluate_tasks`: a trained model."""
 
 from __future__ import annotations
 
+import hashlib
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -10,17 +11,27 @@ from typing import Any, TypeVar
 
 from torch import Tensor
 
+from trainyard.checkpoint.format import read_manifest
 from trainyard.checkpoint.load import load_tensors
 from trainyard.config.run import Data, Run
 from trainyard.data.loader import build_orders, held_out_batches
 from trainyard.data.order import SequenceOrder, Split
 from trainyard.data.tokenizer import Tokenizer
 from trainyard.errors import CheckpointError, ConfigError, UserError
-from trainyard.evaluation import inputs, loss
+from trainyard.evaluation import loss
 from trainyard.evaluation.generate import Sampling
 from trainyard.evaluation.generate import generate as generate_ids
-from trainyard.evaluation.ranks import open_predictor
+from trainyard.evaluation.likelihood import Answer, TaskScores, answer_tasks, score_answers
+from trainyard.evaluation.tasks import Task, read_tasks
+from trainyard.evaluation.trained import (
+    TrainedRun,
+    count_training_tokens,
+    open_predictor,
+    read_documents,
+    read_trained_run,
+)
 from trainyard.launch.environment import Process
+from trainyard.log import show_progress
 from trainyard.model.gpt import GPT
 from trainyard.planning.resolve import resolve
 
@@ -38,7 +49,7 @@ class SavedCheckpoint:
     """
 
     def __init__(self, path: str | Path) -> None:
-        self._trained = inputs.read_trained_run(Path(path))
+        self._trained = read_trained_run(Path(path))
         self._model: GPT | None = None
 
     @property
@@ -69,7 +80,7 @@ class SavedCheckpoint:
         It is on the GPU if there is one; `model.logits(hidden)` are (B, T, V).
         """
         if self._model is None:
-            self._model = inputs.load_trained(self.path).model
+            self._model = self._trained.load_model()
         return self._model
 
 
@@ -142,7 +153,7 @@ def evaluate(
 
 
 def measure(
-    trained: inputs.TrainedRun,
+    trained: TrainedRun,
     process: Process,
     overrides: Sequence[str],
     data: str,
@@ -158,7 +169,7 @@ def measure(
         if process.rank == 0:
             predictor.barrier()
         if data:
-            documents = inputs.read_documents(data, trained.tokenizer)
+            documents = read_documents(data, trained.tokenizer)
             found = loss.evaluate_documents(predictor, documents, trained.tokenizer, stride or None)
         else:
             found = _evaluate_test_split(trained, predictor, orders["test"], batches)
@@ -171,13 +182,13 @@ def measure(
         )
     train_order, unigram = orders.get("train"), None
     if train_order is not None and found.token_counts is not None:
-        counts = inputs.count_training_tokens(train_order, trained.run.model.vocabulary_size)
+        counts = count_training_tokens(train_order, trained.run.model.vocabulary_size)
         unigram = loss.unigram_loss(counts, found.token_counts)
     figures: dict[str, Any] = found.as_dict()
     return Evaluation(**figures, unigram_loss=unigram)
 
 
-def _build_orders(trained: inputs.TrainedRun, *, needed: bool) -> dict[Any, SequenceOrder | None]:
+def _build_orders(trained: TrainedRun, *, needed: bool) -> dict[Any, SequenceOrder | None]:
     """Builds the run's orders; empty if only token frequencies need them and the data is absent."""
     wanted: tuple[Split, ...] = ("train", "test") if needed else ("train",)
     # Not the checkpoint's cache folder: the checkpoint may come from someone else.
@@ -192,7 +203,7 @@ def _build_orders(trained: inputs.TrainedRun, *, needed: bool) -> dict[Any, Sequ
 
 
 def _evaluate_test_split(
-    trained: inputs.TrainedRun, predictor: loss.Predictor, order: SequenceOrder | None, batches: int
+    trained: TrainedRun, predictor: loss.Predictor, order: SequenceOrder | None, batches: int
 ) -> loss.HeldOut:
     run, vocabulary_size = trained.run, predictor.vocabulary_size
     n_sequences = (batches or run.evaluate.batches) * run.train.global_batch_size
@@ -205,6 +216,47 @@ def _evaluate_test_split(
     n_sequences = min(n_sequences, len(order))
     pieces = held_out_batches(order, n_sequences, predictor.batch_size, vocabulary_size)
     return loss.held_out_loss(predictor.loss_of, pieces, vocabulary_size, trained.tokenizer)
+
+
+def evaluate_tasks(
+    checkpoint: SavedCheckpoint | str | Path, files: Sequence[str | Path]
+) -> dict[str, TaskScores]:
+    """Scores a model on tasks, on one device; writes nothing.
+
+    Args:
+        checkpoint: or its path.
+        files: LAMBADA, HellaSwag, PIQA, ARC, WinoGrande or BLiMP as published; each a path, or
+            KIND=PATH where its fields do not tell.
+
+    Returns:
+        the scores of each file by kind and name, such as `piqa/valid`.
+
+    Raises:
+        TrainyardError: a file is wrong, or the checkpoint is damaged or has diverged.
+    """
+    found = checkpoint if isinstance(checkpoint, SavedCheckpoint) else SavedCheckpoint(checkpoint)
+    tasks = read_tasks(files)
+    scores, _ = measure_tasks(found._trained, Process(), [], tasks)
+    return scores
+
+
+def measure_tasks(
+    trained: TrainedRun, process: Process, overrides: Sequence[str], tasks: Sequence[Task]
+) -> tuple[dict[str, TaskScores], list[list[Answer]]]:
+    """Scores on one device or on all ranks of a job, as `evaluate_tasks`; the same on every rank.
+
+    Returns the answers of each task, too.
+    """
+    tokenizer = trained.require_tokenizer()
+    step = read_manifest(trained.checkpoint).step
+    told = hashlib.sha256(repr(tasks).encode()).hexdigest()
+    with (
+        open_predictor(trained, process, overrides, f"tasks {told}") as predictor,
+        show_progress("evaluate", plain_lines=process.rank == 0) as update,
+    ):
+        answers = answer_tasks(predictor, tokenizer, tasks, update)
+    found = zip(tasks, answers, strict=True)
+    return {task.name: score_answers(each, step) for task, each in found}, answers
 
 
 Checkpoint = SavedCheckpoint  # its name in `import trainyard`, in a run that of a section

@@ -14,11 +14,14 @@ from __future__ import annotations
 
 import os
 import shlex
+import signal
+import subprocess
+import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from pydantic import ValidationError
 
@@ -35,15 +38,15 @@ from trainyard.jobs.job import Job
 from trainyard.jobs.scheduler import BatchScheduler
 from trainyard.jobs.schedulers import SCHEDULERS
 from trainyard.jobs.script import check_job, check_machine, render
-from trainyard.jobs.status import refuse_second
-from trainyard.jobs.submission import (
+from trainyard.jobs.status import (
     Submission,
     describe_submission,
-    run_here,
-    run_stage,
+    refuse_second,
     write_submission,
 )
 from trainyard.launch.environment import refuse_secrets
+from trainyard.launch.local import POLL_SECONDS, signal_name
+from trainyard.launch.signals import note_signals
 from trainyard.planning.clusters import find_machine
 from trainyard.planning.layout import find_topology, ranks_per_replica
 from trainyard.training.start import RUNS, refuse_moved_run
@@ -228,7 +231,7 @@ def _make_data_folder(data_file: Path) -> None:
 
 def _write_folder(run: Run, jobs: dict[str, Job], scripts: dict[str, str]) -> None:
     """Checks the run, and writes it and its scripts into the run folder."""
-    from trainyard.api.training import convert_start
+    from trainyard.api.running import convert_start
     from trainyard.training.run_folder import begun_run, write_run_folder
 
     folder = next(iter(jobs.values())).folder
@@ -390,3 +393,40 @@ def _data_jobs(
         )
         for name, words in arguments.items()
     }
+
+
+def run_here(script: Path, *arguments: str) -> NoReturn:
+    """Replaces this process with the script, including output, exit code and signals.
+
+    Raises:
+        LaunchError: bash is not installed.
+    """
+    with explain_failure(f"bash {script} cannot be started", kind=LaunchError):
+        os.execvp("bash", ["bash", str(script), *arguments])
+
+
+def run_stage(stage: str, script: Path, *arguments: str) -> None:
+    """Runs the script of a data stage to its end; forwards SIGINT, SIGTERM and SIGHUP to it.
+
+    Raises:
+        LaunchError: bash is not installed, or the stage failed and has printed why.
+    """
+    with note_signals((signal.SIGINT, signal.SIGTERM, signal.SIGHUP)) as received:
+        with explain_failure(f"bash {script} cannot be started", kind=LaunchError):
+            # In its own process group Ctrl-C on a terminal does not reach it twice.
+            running = subprocess.Popen(
+                ["bash", str(script), *arguments], stdin=subprocess.DEVNULL, process_group=0
+            )
+        n_sent = 0
+        while running.poll() is None:
+            for number in received[n_sent:]:
+                os.killpg(running.pid, number)
+                n_sent += 1
+            time.sleep(POLL_SECONDS)
+    code = running.returncode
+    if code != 0 or received:
+        end = f"exit code {code}" if code >= 0 else signal_name(-code)
+        raise LaunchError(
+            f"{stage} ended with {end}: later stages are not started",
+            "see its message above; after a fix, launch again: finished work is skipped",
+        )

@@ -1,24 +1,58 @@
-"""`trainyard.prepare` and `train`: the work of the commands of these names, from Python."""
+"""`trainyard.prepare` and `train`: the work of the commands of these names.
+
+    python -m trainyard.api.running '{"run_file": "web.toml", "minutes": 10}'
+
+trains in a process of its own, for `trainyard.train`.
+"""
 
 from __future__ import annotations
 
+import faulthandler
 import json
+import logging
+import os
+import shlex
+import shutil
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from trainyard.api.planning import load_run
-from trainyard.errors import UserError
-from trainyard.training.start import RUNS
+from trainyard.errors import (
+    EXIT_HOLD,
+    EXIT_INTERRUPTED,
+    ConfigError,
+    LaunchError,
+    MachineError,
+    UserError,
+)
+from trainyard.extras import require
+from trainyard.launch.environment import Process, read_process, read_start
+from trainyard.launch.local import wait_until
+from trainyard.launch.lock import hold
+from trainyard.launch.program import run_program
+from trainyard.launch.restarts import note_refusal
+from trainyard.launch.supervise import SupervisedJob, exit_code_below, supervise
+from trainyard.training.start import CONVERTED, RUNS, is_huggingface, refuse_moved_run
+from trainyard.training.stop import INTERRUPTED, leave_when_told, refuse_stopped
+from trainyard.units import format_figure, format_number, format_seconds
 
 if TYPE_CHECKING:
     from trainyard.api.checkpoints import SavedCheckpoint
     from trainyard.config.run import Run
+    from trainyard.planning.resolve import Plan
+    from trainyard.training.metrics import LogLines
+    from trainyard.training.run_folder import Resume
+
+logger = logging.getLogger("trainyard")
+
+WAIT_SECONDS = 60.0
 
 
 @dataclass(frozen=True)
@@ -120,9 +154,9 @@ def train(
             "minutes": minutes,
             "overwrite": overwrite,
         }
-        code, told = _run_program("trainyard.api.training", json.dumps(options))
+        code, message = _run_program("trainyard.api.running", json.dumps(options))
     if code:
-        error, _, hint = told.partition("\nhint: ")
+        error, _, hint = message.partition("\nhint: ")
         where = f"training of {name} ended with exit code {code}"
         raise UserError(error or where, hint or "train it again to continue")
     return SavedCheckpoint(RUNS / name)
@@ -151,5 +185,244 @@ def _run_program(*words: str) -> tuple[int, str]:
                 child.send_signal(signal.SIGINT)
     if is_interrupted:
         raise KeyboardInterrupt
-    told = "".join(lines).strip()
-    return child.returncode, told.removeprefix("error: ") if told.startswith("error: ") else ""
+    end = "".join(lines).strip()
+    return child.returncode, end.removeprefix("error: ") if end.startswith("error: ") else ""
+
+
+@dataclass(frozen=True)
+class Training:
+    """What to train, and how."""
+
+    run_file: str
+    overrides: Sequence[str] = ()
+    resume: Resume = "auto"
+    ranks: int | None = None
+    """None: one per GPU, or those of the run's layout."""
+    minutes: float | None = None
+    """Shorten the run and its schedule to about this time on this machine."""
+    log: LogLines = "short"
+    overwrite: bool = False
+    """Remove the run's checkpoints and metrics; start over."""
+    force: bool = False
+    """Train even if memory or disk seem too small."""
+
+
+def train_run(training: Training) -> int:
+    """Trains in the folder runs/NAME; returns the exit code.
+
+    Raises:
+        UserError: the run is wrong, cannot be trained here, or another job trains it.
+    """
+    overrides, minutes = training.overrides, training.minutes
+    if minutes is not None and any(text.startswith("train.length=") for text in overrides):
+        raise ConfigError(
+            "--minutes and train.length= both set the length of the run", "omit one of them"
+        )
+    for name, value, least in (("ranks", training.ranks, 1), ("minutes", minutes, 0.01)):
+        if value is not None and value < least:
+            raise ConfigError(f"{name}={value} is below {least}", f"{name}={least}, or more")
+    process = read_process()
+    for option in ("ranks", "minutes", "overwrite"):
+        process.refuse_option(f"--{option}", getattr(training, option))
+    with leave_when_told():
+        run, plan = _load(training, process)
+        from trainyard.data.patterns import find_token_files
+        from trainyard.planning.room import refuse_without_room
+        from trainyard.training.run_folder import begun_run, check_entries
+
+        folder = RUNS / run.name
+        starts_anew = training.resume == "never" or training.overwrite
+        try:
+            check_entries(folder)
+            begun = None if starts_anew else begun_run(folder)
+            run = find_token_files(_follow_length(run, training, begun), begun)
+            if not training.force and process.local_rank == 0:
+                n_local = process.n_local_ranks if process.n_ranks > 1 else plan.n_ranks
+                refuse_without_room(run, plan, n_local, folder)
+            code = _train(training, process, run, plan.n_ranks, begun)
+        except UserError as error:
+            note_refusal(folder, read_start(), error.exit_code)
+            raise
+    note_refusal(folder, read_start(), code)
+    by_hand = process.n_ranks == 1 and read_start() is None
+    return _end_by_hand(folder, code) if by_hand else code
+
+
+def _load(training: Training, process: Process) -> tuple[Run, Plan]:
+    """Reads the run, and plans it for the ranks that train it."""
+    from trainyard.planning.resolve import resolve
+
+    run = load_run(training.run_file, training.overrides)
+    refuse_moved_run(training.run_file, run.name, training.overrides)
+    ranks = process.n_ranks if process.n_ranks > 1 else training.ranks
+    plan = resolve(run, ranks)  # rejects impossible layouts before the slow import of torch
+    require("torch")
+    if process.rank == 0:
+        _refuse_missing_inputs(run)
+    if ranks is None:
+        plan = resolve(run, max(plan.n_ranks, _count_gpus()))
+    if process.n_ranks == 1 and 0 < (n_gpus := _count_gpus()) < plan.n_ranks:
+        raise MachineError(
+            f"{plan.n_ranks} ranks on this machine, where torch sees "
+            + format_number(n_gpus, "GPU"),
+            f"--ranks {n_gpus}; or, to train on the CPU, hide GPUs with CUDA_VISIBLE_DEVICES=",
+        )
+    return run, plan
+
+
+def _refuse_missing_inputs(run: Run) -> None:
+    """Refuses a run without its data or tokenizer, before torch is imported."""
+    from trainyard.data.loader import describe_data
+    from trainyard.data.patterns import find_token_files
+    from trainyard.data.vocabulary import load_vocabulary
+    from trainyard.training.run_folder import refuse_larger_vocabulary, refuse_what_is_not_built
+
+    refuse_what_is_not_built(run)
+    describe_data(find_token_files(run, missing_ok=True))
+    if run.tokenizer.path:
+        refuse_larger_vocabulary(run, len(load_vocabulary(run.tokenizer.path).tokens))
+
+
+def _count_gpus() -> int:
+    from trainyard.planning.hardware import list_gpus
+
+    if not list_gpus():  # spares the slow import of torch
+        return 0
+    import torch
+
+    return torch.cuda.device_count()
+
+
+def _follow_length(run: Run, training: Training, begun: Run | None) -> Run:
+    """Shortens the schedule of a file that Trainyard wrote with `train.length`, and says so."""
+    from trainyard.planning.shorten import describe_too_short, follow_length
+
+    followed = follow_length(run, training.run_file, list(training.overrides), begun)
+    if read_process().rank > 0:
+        return followed
+    if followed != run:
+        warmup = f"schedule.warmup='{followed.schedule.warmup}'"
+        logger.info(
+            "schedule and intervals of %s follow train.length: %s", training.run_file, warmup
+        )
+    for problem in describe_too_short(followed):
+        logger.warning("warning: %s", problem)
+    return followed
+
+
+def _train(training: Training, process: Process, run: Run, n_ranks: int, begun: Run | None) -> int:
+    """Trains all ranks of this machine, or the one of this process; returns the exit code."""
+    from trainyard.training.run_folder import write_run_folder
+
+    folder = RUNS / run.name
+
+    def command(attempt: int) -> list[str]:
+        # An earlier attempt may have saved a checkpoint of this run.
+        how = "auto" if attempt else training.resume
+        watched = [sys.executable, "-P", "-m", "trainyard.launch.watched"]
+        words = ["trainyard.training.worker", str(folder), "--resume", how, "--log", training.log]
+        return watched + words
+
+    job = SupervisedJob(process, n_ranks, folder, command)
+    if process.rank > 0:
+        wait_for_run_folder(folder, run, process)
+        return supervise(job)
+    with hold(folder) as locks:
+        run = _fit_into(training.minutes, run, n_ranks, begun)
+        if begun is None:
+            convert_start(run, folder)
+        how = "overwrite" if training.overwrite else training.resume
+        write_run_folder(folder, run, "auto" if process.attempt else how)
+        if n_ranks > 1:
+            return supervise(replace(job, inherited=locks))
+        from trainyard.training.worker import run_worker
+
+        faulthandler.enable(file=2)  # nobody else would name a crash
+        return exit_code_below(process, run_worker(folder, training.resume, training.log).exit_code)
+
+
+def _fit_into(minutes: float | None, run: Run, n_ranks: int, begun: Run | None) -> Run:
+    """Shortens a run to fit into the minutes, if given, or to the length it was started with."""
+    if minutes is None:
+        return run
+    from trainyard.planning.resolve import resolve
+    from trainyard.planning.shorten import shorten, with_lengths_of
+
+    refuse_stopped(RUNS / run.name)
+    if begun is not None:
+        n_steps = resolve(begun).n_steps
+        logger.info("%s has started before: it continues to step %s", run.name, f"{n_steps:,}")
+        return with_lengths_of(begun, run)
+    from trainyard.bench.rounds import time_run
+
+    logger.info("measuring this machine: a few seconds of training steps")
+    step_seconds = time_run(run, n_ranks)
+    fitted = shorten(run, max(1, int(60 * minutes / step_seconds)))
+    n_steps = resolve(fitted).n_steps
+    duration = format_seconds(n_steps * step_seconds)
+    step = format_figure(1000 * step_seconds)
+    logger.info("%s ms per step: %s steps, about %s", step, f"{n_steps:,}", duration)
+    return fitted
+
+
+def convert_start(run: Run, folder: Path) -> None:
+    """Converts `train.start_from` into the run folder, if it is a Hugging Face folder.
+
+    Raises:
+        UserError: as `import_huggingface` and `refuse_foreign`.
+    """
+    from trainyard.export.foreign import refuse_foreign
+
+    if is_huggingface(run.train.start_from):
+        from trainyard.export.from_huggingface import import_huggingface
+
+        shutil.rmtree(folder / CONVERTED, ignore_errors=True)
+        import_huggingface(Path(run.train.start_from), folder / CONVERTED)
+    elif run.train.start_from:
+        refuse_foreign(Path(run.train.start_from))
+
+
+def wait_for_run_folder(
+    folder: Path, run: Run, process: Process, timeout_seconds: float = WAIT_SECONDS
+) -> None:
+    """Waits until rank 0 has written this run to the folder, and checks that this rank can write.
+
+    Raises:
+        LaunchError: the run is missing, another run is there, or this rank cannot write there.
+    """
+    from trainyard.config.load import render_run
+
+    path, wanted = folder / "run.toml", render_run(run)
+    me = f"rank {process.rank} of {process.n_ranks}"
+
+    def is_there() -> bool:
+        return path.exists() and path.read_text(encoding="utf-8") == wanted
+
+    if not wait_until(is_there, timeout_seconds):
+        problem = "holds a different run from this rank's" if path.exists() else "is missing"
+        raise LaunchError(
+            f"{me}: {path.resolve()} {problem}, {timeout_seconds:g} s after its start",
+            "rank 0 writes it: see its output; all ranks need the same run file and overrides, "
+            "and a folder that all machines see",
+        )
+    if not os.access(folder, os.W_OK):
+        raise LaunchError(
+            f"{me}: {socket.gethostname()} cannot write to {folder.resolve()}",
+            "its file system is mounted read-only there, or the user lacks write permission",
+        )
+
+
+def _end_by_hand(folder: Path, code: int) -> int:
+    """Returns the exit code for a person: 130 after Ctrl-C, which holds a job with 93."""
+    if code == 0:
+        name = shlex.quote(folder.name)
+        verbs = (f"generate {name}", f"report {name}", f"export {name} --output {name}-gpt")
+        logger.info("next: %s", " | ".join(f"trainyard {verb}" for verb in verbs))
+    from trainyard.report.run_view import load_facts
+
+    reason = (load_facts(folder / "outcome.json") or {}).get("reason")
+    return EXIT_INTERRUPTED if code == EXIT_HOLD and reason == INTERRUPTED.reason else code
+
+
+if __name__ == "__main__":
+    run_program(lambda: train_run(Training(**json.loads(sys.argv[1]))))

@@ -24,8 +24,10 @@ from pathlib import Path
 import typer
 
 from trainyard import __version__
+from trainyard.cli.help import PROGRAM
 from trainyard.errors import ConfigError, explain_failure
 from trainyard.extras import require
+from trainyard.files import publish_text
 
 FOLDER = Path("runs/demo")
 RUN_FILE = FOLDER / "demo.toml"
@@ -73,11 +75,11 @@ def demo() -> None:
 def _begin() -> None:
     """Creates the folder of the demo, unless an interrupted demo left one."""
     run_file = _render_run_file()
-    found = RUN_FILE.read_text(encoding="utf-8") if RUN_FILE.exists() else ""
-    if found == run_file and not REPORT.exists():
+    earlier = RUN_FILE.read_text(encoding="utf-8") if RUN_FILE.exists() else ""
+    if earlier == run_file and not REPORT.exists():
         typer.echo("The last demo was interrupted; this one continues it.")
         return
-    if FOLDER.exists() and not found.startswith(FIRST_WORDS):
+    if FOLDER.exists() and not earlier.startswith(FIRST_WORDS):
         raise ConfigError(
             f"{FOLDER} exists and is not from a demo", f"move it: mv {FOLDER} runs/mine"
         )
@@ -129,9 +131,7 @@ def _write_corpus(folder: Path) -> str:
             documents[number % HELD_OUT_EVERY == 0].append(text)
         sizes = []
         for path, texts in zip((train, held_out), documents, strict=True):
-            part = path.with_suffix(".partial")
-            part.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts), "utf-8")
-            part.replace(path)
+            publish_text(path, "".join(json.dumps({"text": text}) + "\n" for text in texts))
             sizes.append(sum(len(text.encode()) for text in texts) / 1e6)
         typer.echo(f"\ncorpus: {sizes[0]:.1f} MB for training, {sizes[1]:.1f} MB held out")
     return "".join(json.loads(line)["text"] for line in held_out.open(encoding="utf-8"))
@@ -169,47 +169,44 @@ def _prepare_tokens() -> None:
 
 
 def _train() -> None:
-    from trainyard.api.training import Training, train_run
+    from trainyard.report.run_view import load_facts
     from trainyard.training.stop import out_of_time
 
     def is_out_of_time() -> bool:
-        outcome = FOLDER / "outcome.json"
-        return outcome.exists() and (
-            json.loads(outcome.read_text(encoding="utf-8"))["reason"] == out_of_time(MOST_MINUTES)
-        )
+        return load_facts(FOLDER / "outcome.json").get("reason") == out_of_time(MOST_MINUTES)
 
     if is_out_of_time():  # and interrupted later
         return
-    _announce(f"train {RUN_FILE} --ranks 1 --minutes {MINUTES:g}")
-    # One rank: its batch is too small for several GPUs.
-    code = train_run(Training(str(RUN_FILE), ranks=1, minutes=MINUTES))
-    if code and not is_out_of_time():
-        raise typer.Exit(code)
-    if code:
+    try:
+        # One rank: its batch is too small for several GPUs.
+        _run("train", RUN_FILE, "--ranks", 1, "--minutes", f"{MINUTES:g}")
+    except typer.Exit:
+        if not is_out_of_time():
+            raise
         typer.echo("The machine slowed down: the demo continues with the model trained so far.")
 
 
 def _use(held_out: str) -> float:
     """Returns the bits per byte of gzip on the held-out text."""
-    from trainyard.cli.evaluate import evaluate
-    from trainyard.cli.export import export
-    from trainyard.cli.generate import generate
-    from trainyard.cli.report import report
-
-    data = f"{FOLDER}/data/held_out_text_document"
-    _announce(f"evaluate {FOLDER} --data {data}")
-    evaluate(FOLDER, data=data)
+    _run("evaluate", FOLDER, "--data", f"{FOLDER}/data/held_out_text_document")
     text = held_out.encode()
     by_gzip, by_xz = gzip.compress(text, 9), lzma.compress(text, preset=9 | lzma.PRESET_EXTREME)
     for name, packed in (("gzip -9", by_gzip), ("xz -9e", by_xz)):
         typer.echo(f"{name:<14}{8 * len(packed) / len(text):.4f} bits per byte of the same text")
-    _announce(f"generate {FOLDER} --prompt {shlex.quote(PROMPT)} --temperature {TEMPERATURE}")
-    generate(FOLDER, prompt=[PROMPT], temperature=TEMPERATURE)
-    _announce(f"export {FOLDER} --to huggingface --output {FOLDER}/huggingface")
-    export(FOLDER, output=FOLDER / "huggingface")
-    _announce(f"report {FOLDER}")
-    report([FOLDER])
+    _run("generate", FOLDER, "--prompt", PROMPT, "--temperature", TEMPERATURE)
+    _run("export", FOLDER, "--to", "huggingface", "--output", f"{FOLDER}/huggingface")
+    _run("report", FOLDER)
     return 8 * len(by_gzip) / len(text)
+
+
+def _run(*words: object) -> None:
+    """Shows and runs a command; ends the demo if it fails."""
+    from trainyard.cli.main import app
+
+    command = list(map(str, words))
+    _announce(shlex.join(command))
+    if code := app(command, prog_name=PROGRAM, standalone_mode=False):
+        raise typer.Exit(code)
 
 
 def _print_ending(seconds: float, gzip_bits: float) -> None:

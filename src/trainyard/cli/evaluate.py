@@ -19,7 +19,8 @@ from trainyard.files import publish_text
 from trainyard.launch.environment import Process, read_process
 
 if TYPE_CHECKING:
-    from trainyard.evaluation.inputs import TrainedRun
+    from trainyard.evaluation.tasks import Task
+    from trainyard.evaluation.trained import TrainedRun
 
 logger = logging.getLogger("trainyard")
 
@@ -71,36 +72,43 @@ def evaluate(
     each rank loads its part of it, from a checkpoint of any layout. For a run folder, writes the
     result to its evaluation.json, for the report. The scores of tasks are those of lm-eval.
     """
+    from trainyard.evaluation.tasks import read_tasks
+
     source = find_trained(source)
     layout = [word for word in overrides or [] if not tasks or word.startswith("parallel.")]
     files = [*(tasks or []), *(word for word in overrides or [] if word not in layout)]
-    _refuse_wrong(files, data, items)
-    process = read_process()
+    if data and not any(Path(data + ending).exists() for ending in ("", ".idx")):
+        raise DataError(f"--data: {data} does not exist", "name a text file or a token file prefix")
+    if data and files:
+        raise DataError("--data and --tasks are two evaluations", "give one of them")
+    if items and not files:
+        raise DataError("--items needs --tasks", "add --tasks FILE")
+    questions, process = read_tasks(files), read_process()  # before torch is imported
     if ranks > 1:
-        options = ["--data", data, "--batches", str(batches), "--stride", str(stride)]
-        options += [word for file in files for word in ("--tasks", file)]
-        options += ["--items", str(items)] if items else []
-        options += ["--json"] if as_json else []
-        _start_ranks(ranks, process, [*options, "--", str(source), *layout])
+        words = ["--data", data, "--batches", str(batches), "--stride", str(stride)]
+        words += [word for file in files for word in ("--tasks", file)]
+        words += ["--items", str(items)] if items else []
+        words += ["--json"] if as_json else []
+        _start_ranks(ranks, process, [*words, "--", str(source), *layout])
         return
     if process.rank > 0:
         logger.setLevel(logging.ERROR)  # rank 0 logs for all
     from trainyard.api.checkpoints import measure
-    from trainyard.evaluation.inputs import read_trained_run
+    from trainyard.evaluation.trained import read_trained_run
     from trainyard.report.figures import list_scores
     from trainyard.report.run_view import EVALUATION, load_facts
 
     trained = read_trained_run(source)
     known = load_facts(source / EVALUATION)
     if files:
-        result = _measure_tasks(trained, process, layout, files, items)
+        result = _measure_tasks(trained, process, layout, questions, items)
         rendered = {one.label: f"{one.value} ({one.meaning})" for one in list_scores(result)}
         before = known.get("tasks")
         known["tasks"] = (before if isinstance(before, dict) else {}) | result["tasks"]
     else:
-        found = measure(trained, process, layout, data, batches, stride)
-        result = asdict(found) if found else {}
-        rendered = _render(result, data or "test split") if found else {}
+        figures = measure(trained, process, layout, data, batches, stride)
+        result = asdict(figures) if figures else {}
+        rendered = _render(result, data or "test split") if figures else {}
         known |= result
     if process.rank > 0:
         return
@@ -112,33 +120,18 @@ def evaluate(
     typer.echo(json.dumps(result) if as_json else table)
 
 
-def _refuse_wrong(files: list[str], data: str, items: Path | None) -> None:
-    """Rejects wrong words before torch is imported."""
-    from trainyard.evaluation.tasks import read_tasks
-
-    if data and not any(Path(data + ending).exists() for ending in ("", ".idx")):
-        raise DataError(f"--data: {data} does not exist", "name a text file or a token file prefix")
-    if data and files:
-        raise DataError("--data and --tasks are two evaluations", "give one of them")
-    if items and not files:
-        raise DataError("--items needs --tasks", "add --tasks FILE")
-    read_tasks(files)
-
-
 def _measure_tasks(
-    trained: TrainedRun, process: Process, layout: list[str], files: list[str], items: Path | None
+    trained: TrainedRun, process: Process, layout: list[str], tasks: list[Task], items: Path | None
 ) -> dict[str, Any]:
     """Scores tasks, and writes their items on rank 0."""
-    from trainyard.api.tasks import measure_tasks
-    from trainyard.evaluation.tasks import read_tasks
+    from trainyard.api.checkpoints import measure_tasks
 
-    tasks = read_tasks(files)
     scores, answers = measure_tasks(trained, process, layout, tasks)
     if items and process.rank == 0:
         lines = (
             {"task": task.name, "place": question.place, "gold": question.gold, **asdict(answer)}
-            for task, found in zip(tasks, answers, strict=True)
-            for question, answer in zip(task.questions, found, strict=True)
+            for task, answers_of_task in zip(tasks, answers, strict=True)
+            for question, answer in zip(task.questions, answers_of_task, strict=True)
         )
         publish_text(items, "".join(f"{json.dumps(line)}\n" for line in lines))
     return {"tasks": {name: each.as_dict() for name, each in scores.items()}}

@@ -42,11 +42,11 @@ def generate(
     source = find_trained(source)
     from trainyard.evaluation.generate import Sampling, generate_steps
     from trainyard.evaluation.generate import generate as generate_ids
-    from trainyard.evaluation.inputs import load_trained
+    from trainyard.evaluation.trained import read_trained_run
 
     sampling = Sampling(temperature, top_k, top_p, seed)
-    trained = load_trained(source)
-    tokenizer = trained.require_tokenizer()
+    trained = read_trained_run(source)
+    tokenizer, model = trained.require_tokenizer(), trained.load_model()
     sampling = replace(sampling, vocabulary_size=tokenizer.vocabulary_size)
     prompts = [text for text in prompt or [""] for _ in range(samples)]
 
@@ -54,7 +54,7 @@ def generate(
         typer.echo(text, nl=False)
         own = replace(sampling, seed=seed)
         ids = [tokenizer.encode(text)]
-        steps = generate_steps(trained.model, ids, tokens, own, tokenizer.eod_id)
+        steps = generate_steps(model, ids, tokens, own, tokenizer.eod_id)
         found = (int(step[0]) for step in steps)
         try:
             for piece in stream_text(found, tokenizer.decode, tokenizer.eod_id):
@@ -69,8 +69,8 @@ def generate(
             stream(prompts[0], seed)
         return
     prompt_ids = [tokenizer.encode(text) for text in prompts]
-    found = generate_ids(trained.model, prompt_ids, tokens, sampling, tokenizer.eod_id)
-    for number, (text, ids_of_text) in enumerate(zip(prompts, found, strict=True)):
+    continuations = generate_ids(model, prompt_ids, tokens, sampling, tokenizer.eod_id)
+    for number, (text, ids_of_text) in enumerate(zip(prompts, continuations, strict=True)):
         if len(prompts) > 1:
             typer.echo(f"--- {_describe(number, len(prompts) // samples, samples)}")
         typer.echo(text + tokenizer.decode(ids_of_text))

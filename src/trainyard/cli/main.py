@@ -32,8 +32,8 @@ app = typer.Typer(
 )
 
 
-def _print_version(asked: bool) -> None:
-    if asked:
+def _print_version(is_given: bool) -> None:
+    if is_given:
         typer.echo(f"{PROGRAM} {__version__}")
         raise typer.Exit
 

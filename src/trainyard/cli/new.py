@@ -62,15 +62,15 @@ def new(
     n_tokens, vocabulary_size, tokenizer = _find_data(prefixes, tokenizer)
     if machine is None:
         local = find_local_machine()
-        chosen, asks = choose_local_run(n_tokens, vocabulary_size, local, seconds), ""
+        chosen, words = choose_local_run(n_tokens, vocabulary_size, local, seconds), ""
         where = local.name
     else:
         n_devices = gpus or (nodes or 0) * machine.devices_per_node or 1
         trainer = Trainer.at_its_slowest(machine, (GIGA,))
         chosen = choose_run(n_tokens, vocabulary_size, trainer, n_devices, seconds)
         where = f"{format_number(n_devices, 'device')} ({machine.device.name})"
-        asked = {"--cluster": cluster, "--nodes": nodes, "--gpu": gpu, "--gpus": gpus}
-        asks = "".join(f" {name} {value}" for name, value in asked.items() if value)
+        options = {"--cluster": cluster, "--nodes": nodes, "--gpu": gpu, "--gpus": gpus}
+        words = "".join(f" {name} {value}" for name, value in options.items() if value)
     head = (
         f"A run of {chosen.parameters / 1e6:,.1f}M parameters for {n_tokens:,} tokens, {where} and "
         f"{time}: about {format_seconds(chosen.seconds)}, {format_figure(chosen.passes)} passes "
@@ -85,7 +85,7 @@ def new(
     typer.echo(f"{output}: {head.partition('. Every')[0]}\n")
     on_nodes = f" --cluster {cluster} --nodes {nodes or 1}"
     start = f"launch {quoted}{on_nodes}" if cluster else f"train {quoted}"
-    typer.echo(f"trainyard plan {quoted}{asks}\ntrainyard {start}")
+    typer.echo(f"trainyard plan {quoted}{words}\ntrainyard {start}")
 
 
 def _check_options(output: Path, time: str) -> float:
@@ -116,15 +116,15 @@ def _find_data(prefixes: list[str], tokenizer: str) -> tuple[int, int, str]:
     from trainyard.data.vocabulary import load_vocabulary
 
     run = find_token_files(build_run({"data": {"blend": {"prefixes": prefixes}}}))
-    found = run.data.blend.prefixes
+    files = run.data.blend.prefixes
     sizes = find_sizes(run)
-    for prefix in found:
+    for prefix in files:
         if prefix not in sizes:
             raise DataError(
                 f"no token files {prefix}.bin and .idx", "trainyard prepare TEXT -o NAME"
             )
-    sidecars = {each: load_sidecar(each) for each in found if Path(f"{each}.json").is_file()}
-    beside = Path(f"{found[0].removesuffix('_text_document')}_tokenizer")
+    sidecars = {each: load_sidecar(each) for each in files if Path(f"{each}.json").is_file()}
+    beside = Path(f"{files[0].removesuffix('_text_document')}_tokenizer")
     if not tokenizer and beside.is_dir():
         tokenizer = str(beside)
     elif not tokenizer and any(each.tokenizer.name == "gpt2" for each in sidecars.values()):
@@ -135,7 +135,7 @@ def _find_data(prefixes: list[str], tokenizer: str) -> tuple[int, int, str]:
             sidecar.check_against(tokenizer_name(tokenizer), vocabulary.fingerprint, prefix)
         return sum(sizes.values()), len(vocabulary.tokens), tokenizer
     if not sidecars:
-        raise DataError(f"the tokenizer of {found[0]} is not recorded", "--tokenizer FOLDER")
+        raise DataError(f"the tokenizer of {files[0]} is not recorded", "--tokenizer FOLDER")
     vocabulary_size = next(iter(sidecars.values())).tokenizer.vocabulary_size
     return sum(sizes.values()), vocabulary_size, ""
 

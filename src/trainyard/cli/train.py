@@ -48,7 +48,7 @@ def train(
     done; 130 Ctrl-C; 75 start it again; 93 held, needs attention; 2 fix the reported error. Under
     torchrun, srun or mpiexec this command is one rank: start it once per rank.
     """
-    from trainyard.api.training import Training, train_run
+    from trainyard.api.running import Training, train_run
 
     options = Training(
         run_file, overrides or (), resume, ranks, minutes, log, overwrite=overwrite, force=force

@@ -101,8 +101,8 @@ def generate(
         }
         return [next(batches[len(prompt)]) for prompt in prompts]
     steps = [ids.tolist() for ids in generate_steps(model, prompts, n_tokens, sampling, eod_id)]
-    found = [[ids[number] for ids in steps] for number in range(len(prompts))]
-    return [ids[: ids.index(eod_id)] if eod_id in ids else ids for ids in found]
+    texts = [[ids[number] for ids in steps] for number in range(len(prompts))]
+    return [ids[: ids.index(eod_id)] if eod_id in ids else ids for ids in texts]
 
 
 @torch.no_grad()

@@ -22,24 +22,14 @@ from itertools import pairwise
 from typing import Any
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 
 from trainyard.data.tokenizer import Tokenizer
 from trainyard.errors import CheckpointError, DataError
-from trainyard.evaluation.loss import Predictor
+from trainyard.evaluation.loss import Predictor, Window, stack, window
 from trainyard.evaluation.tasks import Question, Task
-from trainyard.model.loss import IGNORE_INDEX
 
 Update = Callable[[float, float], None]
-
-
-@dataclass(frozen=True)
-class EncodedPair:
-    """Token ids of which the last are to be predicted."""
-
-    ids: list[int]
-    n_predicted: int
 
 
 @dataclass(frozen=True)
@@ -95,25 +85,22 @@ def answer_tasks(
         CheckpointError: the model's weights have diverged.
     """
     questions = [question for task in tasks for question in task.questions]
-    pairs = encode_questions(tokenizer, questions, predictor.sequence_length)
-    scores = iter(score_pairs(predictor, pairs, update))
-    answers = []
-    for question in questions:
-        found = np.array([next(scores) for _ in question.pairs])  # (choices, 2)
-        if np.isnan(found).any():
-            raise CheckpointError(
-                f"the scores of {question.place} are not numbers (NaN): the weights have diverged",
-                "use a checkpoint from before training diverged",
-            )
-        answers.append(_answer(question, found))
-    ends = np.cumsum([0, *(len(task.questions) for task in tasks)])
-    return [answers[start:end] for start, end in pairwise(ends)]
+    windows = encode_questions(tokenizer, questions, predictor.sequence_length)
+    scores = iter(score_windows(predictor, windows, update))
+    return [[_answer(question, scores) for question in task.questions] for task in tasks]
 
 
-def _answer(question: Question, scores: NDArray[np.float64]) -> Answer:
-    log_likelihoods, greedy = scores[:, 0], scores[:, 1] == 0
+def _answer(question: Question, scores: Iterator[NDArray[np.float64]]) -> Answer:
+    """Answers by the next scores, one pair for each choice."""
+    log_likelihoods, ranks = np.array([next(scores) for _ in question.pairs]).T
+    if np.isnan([log_likelihoods, ranks]).any():
+        raise CheckpointError(
+            f"the scores of {question.place} are not numbers (NaN): the weights have diverged",
+            "use a checkpoint from before training diverged",
+        )
+    greedy = ranks == 0
     correct = bool(np.argmax(log_likelihoods) == question.gold)
-    if len(scores) == 1:
+    if len(greedy) == 1:
         correct = bool(greedy[0])
     normalized = None
     if question.lengths:
@@ -125,8 +112,8 @@ def _answer(question: Question, scores: NDArray[np.float64]) -> Answer:
 
 def encode_questions(
     tokenizer: Tokenizer, questions: Sequence[Question], sequence_length: int
-) -> list[EncodedPair]:
-    """Encodes every pair of every question.
+) -> list[Window]:
+    """Encodes every pair of every question, as the window that predicts its continuation.
 
     Spaces at the end of a context belong to the continuation, and the ids of a continuation are
     those that the whole has after as many as the context alone. Special tokens written in a text
@@ -152,7 +139,8 @@ def encode_questions(
                 f"{sequence_length}",
                 "leave out this line, or train a model with a larger model.sequence_length",
             )
-        encoded.append(EncodedPair(ids[-sequence_length - 1 :], n_predicted))
+        ids = ids[-sequence_length - 1 :]
+        encoded.append(window(np.array(ids), len(ids) - n_predicted))
     return encoded
 
 
@@ -162,25 +150,19 @@ def _encode(tokenizer: Tokenizer, texts: list[str]) -> Iterator[list[int]]:
     return (tokens[start:end].tolist() for start, end in pairwise(ends))
 
 
-def score_pairs(
-    predictor: Predictor, pairs: Sequence[EncodedPair], update: Update
+def score_windows(
+    predictor: Predictor, windows: Sequence[Window], update: Update
 ) -> NDArray[np.float64]:
-    """Scores pairs as `GPT.score_sequences`, (pairs, 2), the longest first."""
-    scores = np.empty((len(pairs), 2))
-    order = sorted(range(len(pairs)), key=lambda index: -len(pairs[index].ids))
+    """Scores windows as `GPT.score_sequences`, (windows, 2), the longest first."""
+    scores = np.empty((len(windows), 2))
+    order = sorted(range(len(windows)), key=lambda index: -len(windows[index][0]))
     done = 0
     while done < len(order):
-        longest = len(pairs[order[done]].ids) - 1
+        longest = len(windows[order[done]][0])
         length = predictor.sequence_length if predictor.is_fixed_length else longest
         n_rows = predictor.batch_size * (predictor.sequence_length // length)
         batch = order[done : done + n_rows]
-        tokens = torch.zeros(len(batch), length, dtype=torch.int64)
-        labels = torch.full_like(tokens, IGNORE_INDEX)
-        for row, index in enumerate(batch):
-            ids, n_predicted = pairs[index].ids, pairs[index].n_predicted
-            end = len(ids) - 1
-            tokens[row, :end] = torch.tensor(ids[:-1])
-            labels[row, end - n_predicted : end] = torch.tensor(ids[-n_predicted:])
+        tokens, labels = stack([windows[index] for index in batch], length)
         scores[batch] = predictor.score_of(tokens, labels).cpu().numpy()
         done += len(batch)
         update(done, len(order))

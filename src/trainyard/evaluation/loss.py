@@ -24,10 +24,10 @@ S / ln 2 / 3. Use it to compare models with different tokenizers.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import torch
@@ -35,11 +35,14 @@ import torch.nn.functional as F
 from numpy.typing import NDArray
 from torch import Tensor
 
+from trainyard.data.tokenizer import Tokenizer
 from trainyard.errors import DataError
 from trainyard.model.gpt import GPT
 from trainyard.model.loss import IGNORE_INDEX
 
 Ids = NDArray[Any]
+Window = tuple[Ids, Ids]
+"""Input ids and labels of a part of a text."""
 LossOf = Callable[[Tensor, Tensor], Tensor]
 """Returns the summed loss, in nats, of token ids and labels, (B, T) each."""
 ScoreOf = Callable[[Tensor, Tensor], Tensor]
@@ -60,17 +63,6 @@ class Predictor:
     """Waits for all ranks; one rank waits for nobody."""
     is_fixed_length: bool = False
     """Whether `score_of` takes only sequences of sequence_length tokens."""
-
-
-class Decoder(Protocol):
-    """The tokenizer interface for evaluation."""
-
-    @property
-    def eod_id(self) -> int:
-        """The end-of-document token."""
-
-    def decode_bytes(self, ids: list[int]) -> bytes:
-        """Returns the bytes of the text of token ids."""
 
 
 @dataclass(frozen=True)
@@ -138,7 +130,7 @@ def held_out_loss(
     loss_of: LossOf,
     batches: Iterable[tuple[Tensor, Tensor]],
     vocabulary_size: int,
-    tokenizer: Decoder | None = None,
+    tokenizer: Tokenizer | None = None,
 ) -> HeldOut:
     """Sums the loss of every labelled token.
 
@@ -176,7 +168,7 @@ def pad_batch(tokens: Tensor, labels: Tensor, size: int) -> tuple[Tensor, Tensor
 def evaluate_documents(
     predictor: Predictor,
     documents: Iterable[Ids],
-    tokenizer: Decoder | None,
+    tokenizer: Tokenizer | None,
     stride: int | None = None,
 ) -> HeldOut:
     """Predicts every token of whole documents once, in windows as in the example above.
@@ -200,11 +192,12 @@ def evaluate_documents(
 
     first = [tokenizer.eod_id] if tokenizer else []
     windows = _cut_windows(checked(), first, sequence_length, stride or sequence_length)
-    batches = _stack(windows, sequence_length, predictor.batch_size)
+    groups = iter(lambda: list(islice(windows, predictor.batch_size)), [])
+    batches = (stack(group, sequence_length) for group in groups)
     return held_out_loss(predictor.loss_of, batches, vocabulary_size, tokenizer)
 
 
-def count_bytes(ids: Ids, tokenizer: Decoder) -> int:
+def count_bytes(ids: Ids, tokenizer: Tokenizer) -> int:
     """Counts the bytes of the text of token ids; end-of-document tokens have none.
 
     Where ids begin or end within a character, its bytes among them count.
@@ -240,7 +233,7 @@ def _check_ids(ids: Ids, number: int, vocabulary_size: int) -> None:
 
 def _cut_windows(
     documents: Iterable[Ids], first: list[int], sequence_length: int, stride: int
-) -> Iterator[tuple[Ids, Ids]]:
+) -> Iterator[Window]:
     """Yields the input ids and labels of each window, at most sequence_length each."""
     if not 1 <= stride <= sequence_length:
         raise DataError(
@@ -254,28 +247,25 @@ def _cut_windows(
         held = np.concatenate([held, document])
         while len(held) >= n_context + stride:
             end = n_context + stride
-            yield _window(held[:end], n_context)
+            yield window(held[:end], n_context)
             n_context = min(end, kept)
             held = held[end - n_context :]
     if len(held) > n_context:
-        yield _window(held, n_context)
+        yield window(held, n_context)
 
 
-def _window(ids: Ids, n_context: int) -> tuple[Ids, Ids]:
+def window(ids: Ids, n_context: int) -> Window:
+    """Returns the input ids and the labels that predict all ids after the first `n_context`."""
     labels = ids[1:].copy()
     labels[: n_context - 1] = IGNORE_INDEX
     return ids[:-1], labels
 
 
-def _stack(
-    windows: Iterable[tuple[Ids, Ids]], sequence_length: int, batch_size: int
-) -> Iterator[tuple[Tensor, Tensor]]:
-    """Stacks windows to batches, (B, T) each; pads short ones without labels."""
-    remaining = iter(windows)
-    while group := list(islice(remaining, batch_size)):
-        tokens = torch.zeros(len(group), sequence_length, dtype=torch.int64)
-        labels = torch.full_like(tokens, IGNORE_INDEX)
-        for row, (ids, labels_of_ids) in enumerate(group):
-            tokens[row, : len(ids)] = torch.from_numpy(ids)
-            labels[row, : len(ids)] = torch.from_numpy(labels_of_ids)
-        yield tokens, labels
+def stack(windows: Sequence[Window], length: int) -> tuple[Tensor, Tensor]:
+    """Stacks windows, (B, length) each; pads short ones without labels."""
+    tokens = torch.zeros(len(windows), length, dtype=torch.int64)
+    labels = torch.full_like(tokens, IGNORE_INDEX)
+    for row, (ids, labels_of_ids) in enumerate(windows):
+        tokens[row, : len(ids)] = torch.from_numpy(ids)
+        labels[row, : len(ids)] = torch.from_numpy(labels_of_ids)
+    return tokens, labels

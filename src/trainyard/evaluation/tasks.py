@@ -20,7 +20,7 @@ import re
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
 import msgspec
 
@@ -48,10 +48,6 @@ class Question:
     gold: int = 0
     lengths: tuple[int, ...] = ()
     place: str = ""
-
-
-class _Line(Protocol):
-    def question(self) -> Question: ...
 
 
 class Lambada(msgspec.Struct, frozen=True):
@@ -209,8 +205,7 @@ def _read_task(source: str) -> Task:
     questions = []
     for place, row in rows:
         try:
-            line: _Line = msgspec.convert(row, KINDS[kind], strict=False)
-            question = line.question()
+            question: Question = msgspec.convert(row, KINDS[kind], strict=False).question()
             if question.gold not in range(len(question.pairs)):
                 raise ValueError(f"label {question.gold} of {len(question.pairs)} choices")
             "".join(map("".join, question.pairs)).encode()  # half a character has no bytes

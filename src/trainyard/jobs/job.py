@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from trainyard.config.cluster import Cluster, Container
+from trainyard.config.cluster import Cluster, Container, Launch
 
 IMAGE_ENDINGS = (".sif", ".sqsh", ".img")
 
@@ -47,9 +47,34 @@ class Job:
         return self.n_nodes * self.n_ranks_per_node
 
     @property
+    def launch(self) -> Launch:
+        """How to start it; a data stage has settings of its own, and no devices."""
+        launch, own = self.cluster.launch, self.cluster.launch.prepare
+        if not self.is_stage:
+            return launch
+        fields = own.container.model_fields_set
+        container = launch.container.model_copy(
+            update={name: getattr(own.container, name) for name in fields}
+        )
+        if container.runtime == "none" and "runtime" in fields:
+            container = Container()
+        changes = {
+            "start": "tasks",
+            "partition": own.partition or launch.partition,
+            "time": own.time or launch.time,
+            "options": own.options,
+            "environment": launch.environment | own.environment,
+            "cpu_lists": (),
+            "device_variable": "",
+            "python": own.python or launch.python,
+            "container": container,
+        }
+        return launch.model_copy(update=changes)
+
+    @property
     def has_torchrun(self) -> bool:
         """Whether a torchrun on each node starts its ranks."""
-        return not self.is_stage and self.cluster.launch.start == "torchrun"
+        return self.launch.start == "torchrun"
 
     @property
     def n_tasks_per_node(self) -> int:
@@ -67,51 +92,23 @@ class Job:
         return str(self.folder.relative_to(self.project))
 
     @property
-    def container(self) -> Container:
-        """The container of its ranks or tasks."""
-        launch = self.cluster.launch
-        if not self.is_stage:
-            return launch.container
-        own = launch.prepare.container
-        if own.runtime == "none" and "runtime" in own.model_fields_set:
-            return Container()
-        return launch.container.model_copy(
-            update={name: getattr(own, name) for name in own.model_fields_set}
-        )
-
-    @property
     def python(self) -> str:
         """The Python that runs it, on its nodes or in its container."""
-        launch = self.cluster.launch
-        named = (launch.prepare.python if self.is_stage else "") or launch.python
-        return named or (sys.executable if self.container.runtime == "none" else "python3")
-
-    @property
-    def environment(self) -> dict[str, str]:
-        """Environment variables that the cluster file sets for it."""
-        launch = self.cluster.launch
-        return launch.environment | (launch.prepare.environment if self.is_stage else {})
+        is_here = self.launch.container.runtime == "none"
+        return self.launch.python or (sys.executable if is_here else "python3")
 
     @property
     def options(self) -> list[str]:
         """The cluster's options for the scheduler, with the numbers of the job filled in."""
-        launch, nodes = self.cluster.launch, 1 if self.is_stage else self.n_nodes
+        nodes, ranks = "1" if self.is_stage else str(self.n_nodes), str(self.n_ranks_per_node)
         return [
-            each.replace("{nodes}", str(nodes)).replace("{ranks}", str(self.n_ranks_per_node))
-            for each in (launch.prepare.options if self.is_stage else launch.options)
+            each.replace("{nodes}", nodes).replace("{ranks}", ranks) for each in self.launch.options
         ]
-
-    @property
-    def limits(self) -> tuple[str, str]:
-        """The partition or queue, and the time limit."""
-        launch = self.cluster.launch
-        own = launch.prepare if self.is_stage else launch
-        return own.partition or launch.partition, own.time or launch.time
 
     @property
     def image(self) -> str:
         """Container image; a file by its absolute path, since pyxis takes `x.sqsh` for a name."""
-        image = self.container.image
+        image = self.launch.container.image
         is_file = image.startswith(("/", "./")) or image.endswith(IMAGE_ENDINGS)
         return str(self.project / image) if is_file else image
 

@@ -129,19 +129,19 @@ class BatchScheduler(Scheduler):
         words += self.after(after) if after else []
         done = call([program, *words, str(script)], SUBMIT_SECONDS)
         if done.returncode != 0:
-            said = " ".join((done.stderr or done.stdout).split()) or "no reason given"
+            reason = " ".join((done.stderr or done.stdout).split()) or "no reason given"
             raise LaunchError(
-                f"{program} rejected {script}: {said}",
+                f"{program} rejected {script}: {reason}",
                 "its options are at the top of that script: they come from the cluster file, "
                 "--account, --partition, --time and --nodes",
             )
-        found = JOB_ID.search(done.stdout.strip())
-        if not found:
+        match = JOB_ID.search(done.stdout.strip())
+        if not match:
             raise LaunchError(
                 f"{program} {script} returned {done.stdout.strip()!r}, which is not a job id",
                 f"check with {self.lister} whether the job exists",
             )
-        return found[1]
+        return match[1]
 
 
 def call(argv: Sequence[str], seconds: float) -> subprocess.CompletedProcess[str]:

@@ -83,7 +83,7 @@ def _bind_tasks(launch: Launch, n_ranks: int) -> list[str]:
 
 def _pyxis_options(job: Job) -> list[str]:
     """Options of pyxis; none without it."""
-    container, scratch = job.container, job.cluster.launch.scratch
+    container, scratch = job.launch.container, job.launch.scratch
     if container.runtime != "pyxis":
         return []
     mounts = [f"{job.project}:{job.project}", f"{scratch}:{scratch}", *container.mounts]
@@ -105,9 +105,9 @@ def _bind_pals(launch: Launch, n_ranks: int) -> list[str]:
 
 def _mpiexec_settings(job: Job) -> Settings:
     """The variables of mpiexec.sh."""
-    launch = job.cluster.launch
-    binding = [] if job.is_stage else _bind_pals(launch, job.n_ranks_per_node)
-    has_taskset = launch.cpu_lists and not binding and not job.is_stage
+    launch = job.launch
+    binding = _bind_pals(launch, job.n_ranks_per_node)
+    has_taskset = launch.cpu_lists and not binding
     return {
         "local_rank": LOCAL_RANKS[launch.mpiexec],
         "cpus_of_rank": [launch.cpu_lists] if has_taskset else [],
@@ -149,7 +149,7 @@ class Slurm(BatchScheduler):
 
     def directives(self, job: Job) -> list[str]:
         """Returns #SBATCH lines."""
-        partition, time = job.limits
+        launch = job.launch
         given: dict[str, object] = {"job-name": job.name}
         # A % of the path is not one of sbatch's.
         log = str(job.folder).replace("%", "%%")
@@ -158,14 +158,13 @@ class Slurm(BatchScheduler):
             log += f"/jobs/{job.name}-{'%A_%a' if is_array else '%j'}.log"
             given |= {"array": f"0-{job.n_nodes - 1}"} if is_array else {}
             given |= {"nodes": 1, "ntasks-per-node": 1}
-            prepare = job.cluster.launch.prepare
-            if not any(each.startswith(("-c", "--cpus-per-task")) for each in prepare.options):
-                given |= {"cpus-per-task": prepare.workers}
+            if not any(each.startswith(("-c", "--cpus-per-task")) for each in launch.options):
+                given |= {"cpus-per-task": launch.prepare.workers}
         else:
             log += f"/{self.log('%j')}"
             given |= {"nodes": job.n_nodes, "ntasks-per-node": job.n_tasks_per_node}
-        account = job.cluster.launch.account
-        given |= {"account": account, "partition": partition, "time": time, "output": log}
+        given |= {"account": launch.account, "partition": launch.partition, "time": launch.time}
+        given["output"] = log
         lines = [quote(f"--{name}={value}") for name, value in given.items() if value != ""]
         lines += [*job.options, "--requeue", "--open-mode=append"]
         lines += [] if job.is_stage else [f"--signal=B:USR1@{WARNING_SECONDS}"]
@@ -173,7 +172,7 @@ class Slurm(BatchScheduler):
 
     def settings(self, job: Job) -> Settings:
         """Returns the options of srun."""
-        binding = [] if job.is_stage else _bind_tasks(job.cluster.launch, job.n_ranks_per_node)
+        binding = _bind_tasks(job.launch, job.n_ranks_per_node)
         return {
             "local_rank": "SLURM_LOCALID",
             "is_torchrun": "yes" if job.has_torchrun else "",
@@ -191,8 +190,8 @@ class Slurm(BatchScheduler):
 
     def count_nodes_here(self) -> int:
         """Reads Slurm's variables."""
-        said = read_variables(re.compile("SLURM_JOB_ID|SLURM_JOB_NUM_NODES"))
-        return int(said.get("SLURM_JOB_NUM_NODES", "1")) if "SLURM_JOB_ID" in said else 0
+        variables = read_variables(re.compile("SLURM_JOB_ID|SLURM_JOB_NUM_NODES"))
+        return int(variables.get("SLURM_JOB_NUM_NODES", "1")) if "SLURM_JOB_ID" in variables else 0
 
     def log(self, job: str) -> str:
         """Returns the name of `--output`."""
@@ -245,7 +244,7 @@ class Pbs(BatchScheduler):
 
     def directives(self, job: Job) -> list[str]:
         """Returns #PBS lines."""
-        launch, given, (queue, time) = job.cluster.launch, job.options, job.limits
+        launch, given = job.launch, job.options
         if not any(each.startswith("-l") and "select=" in each for each in given):
             chunk = f"1:ncpus={launch.prepare.workers}" if job.is_stage else f"{job.n_nodes}"
             given = [f"-l select={chunk}", *given]
@@ -253,15 +252,15 @@ class Pbs(BatchScheduler):
             given.append("-l place=scatter")
         log = job.folder / "jobs" if job.is_stage else job.folder
         lines = [f"-N {job.name}", *given]
-        lines += [f"-l walltime={time}"] if time else []
-        lines += [f"-q {queue}"] if queue else []
+        lines += [f"-l walltime={launch.time}"] if launch.time else []
+        lines += [f"-q {launch.partition}"] if launch.partition else []
         lines += [f"-A {launch.account}"] if launch.account else []
         lines += [f"-J 0-{job.n_nodes - 1}"] if job.is_stage and job.n_nodes > 1 else []
         return [f"#PBS {line}" for line in [*lines, "-j oe", f"-o {log}/", "-r y"]]
 
     def settings(self, job: Job) -> Settings:
         """Returns the variables of mpiexec.sh and batch.sh."""
-        hours, minutes, seconds = (int(part) for part in (job.limits[1] or "0:0:0").split(":"))
+        hours, minutes, seconds = (int(part) for part in (job.launch.time or "0:0:0").split(":"))
         return _mpiexec_settings(job) | {
             "job_variable": "PBS_JOBID",
             "hosts_variable": "PBS_NODEFILE",
@@ -334,7 +333,7 @@ class SshHosts(Scheduler):
 
     def check(self, job: Job) -> None:
         """Rejects hosts that are too few, or named twice."""
-        hosts = job.cluster.launch.hosts
+        hosts = job.launch.hosts
         if len(set(hosts)) < len(hosts):
             twice = next(host for host in hosts if hosts.count(host) > 1)
             raise LaunchError(f"hosts names {twice} twice", "name each host once")
@@ -346,7 +345,7 @@ class SshHosts(Scheduler):
 
     def settings(self, job: Job) -> Settings:
         """Returns the variables of ssh.sh and hosts.sh."""
-        launch, own = job.cluster.launch, split(job.options)
+        launch, own = job.launch, split(job.options)
         return {
             "local_rank": "LOCAL_RANK",
             "cpus_of_rank": [launch.cpu_lists] if launch.cpu_lists else [],
@@ -372,7 +371,7 @@ class MpiHosts(SshHosts):
         own = split(job.options)
         return _mpiexec_settings(job) | {
             "mpiexec_options": [own] if own else [],
-            "all_hosts": [job.cluster.launch.hosts],
+            "all_hosts": [job.launch.hosts],
         }
 
 

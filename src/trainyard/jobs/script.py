@@ -44,7 +44,7 @@ def check_job(job: Job, devices_per_node: int) -> None:
     Raises:
         LaunchError: names the field and what to do.
     """
-    launch, ranks = job.cluster.launch, job.n_ranks_per_node
+    launch, ranks = job.launch, job.n_ranks_per_node
     scheduler = SCHEDULERS[launch.scheduler]
     if not NAME.fullmatch(job.name):
         raise LaunchError(
@@ -52,14 +52,12 @@ def check_job(job: Job, devices_per_node: int) -> None:
             "use letters, digits and . _ -, with a letter or digit first",
         )
     _check_container(job, scheduler)
-    if not job.is_stage and ranks > devices_per_node:
+    if ranks > devices_per_node:
         raise LaunchError(
             f"{ranks} ranks per node, but a node has {devices_per_node} devices",
             "use at most one rank per device, or correct devices_per_node in the cluster file",
         )
     scheduler.check(job)
-    if job.is_stage:
-        return
     if launch.cpu_lists and len(launch.cpu_lists) < ranks:
         raise LaunchError(
             f"cpu_lists has {len(launch.cpu_lists)} lists for {ranks} ranks per node",
@@ -81,7 +79,7 @@ def check_job(job: Job, devices_per_node: int) -> None:
 
 
 def _check_container(job: Job, scheduler: Scheduler) -> None:
-    container = job.container
+    container = job.launch.container
     if container.runtime == "none" and container.image:
         raise LaunchError(
             f"the image {container.image} needs a runtime, but the cluster file sets none",
@@ -101,7 +99,7 @@ def _check_container(job: Job, scheduler: Scheduler) -> None:
         )
     if container.runtime == "pyxis" and not scheduler.has_steps:
         raise LaunchError(
-            f"pyxis needs Slurm, but the scheduler is {job.cluster.launch.scheduler}",
+            f"pyxis needs Slurm, but the scheduler is {job.launch.scheduler}",
             'set runtime = "apptainer" in [launch.container]',
         )
 
@@ -116,8 +114,8 @@ def check_machine(job: Job, *, is_here: bool = False) -> None:
     Raises:
         LaunchError: names the image or the program.
     """
-    launch, is_file = job.cluster.launch, job.image.startswith("/")
-    if job.container.runtime != "none" and is_file and not os.path.lexists(job.image):
+    launch, is_file = job.launch, job.image.startswith("/")
+    if job.launch.container.runtime != "none" and is_file and not os.path.lexists(job.image):
         raise LaunchError(
             f"there is no image {job.image}",
             "build or copy it there, or set another: --image, or image in [launch.container]",
@@ -137,7 +135,7 @@ def render(job: Job) -> str:
         LaunchError: a value has a control character.
     """
     library = resources.files("trainyard.jobs") / "lib"
-    parts = ("rank.sh", *SCHEDULERS[job.cluster.launch.scheduler].parts)
+    parts = ("rank.sh", *SCHEDULERS[job.launch.scheduler].parts)
     return "\n".join(
         [render_header(job), *((library / name).read_text(encoding="utf-8") for name in parts)]
     )
@@ -149,11 +147,11 @@ def render_header(job: Job) -> str:
     Raises:
         LaunchError: a value has a control character.
     """
-    scheduler, setup = SCHEDULERS[job.cluster.launch.scheduler], job.cluster.launch.setup
+    scheduler, setup = SCHEDULERS[job.launch.scheduler], job.launch.setup
     what = format_number(job.n_nodes, "task" if job.is_stage else "node")
     if not job.is_stage:
         what += f" of {format_number(job.n_ranks_per_node, 'rank')}"
-    if job.cluster.launch.scheduler == "local":
+    if job.launch.scheduler == "local":
         what = "on this machine"
     lines = [
         scheduler.shebang,
@@ -174,8 +172,8 @@ def render_header(job: Job) -> str:
 
 def _settings(job: Job) -> Settings:
     """The variables of all scripts."""
-    launch = job.cluster.launch
-    given = job.environment
+    launch = job.launch
+    given = {**launch.environment}
     if job.n_nodes == 1:
         # On one node there may be no network for a plug-in, which would then fail (olcf-user-docs).
         given.pop("NCCL_NET", None)
@@ -194,7 +192,7 @@ def _settings(job: Job) -> Settings:
         "needs": [[each] for each in job.needs],
         "environment": [[f"{name}={value}"] for name, value in given.items()],
         "scratch": "" if job.is_stage else launch.scratch,
-        "device_variable": "" if job.is_stage else launch.device_variable,
+        "device_variable": launch.device_variable,
         "local_rank": "",
         "cpus_of_rank": [],
         "container": _container(job),
@@ -220,7 +218,7 @@ def _command(job: Job) -> list[Sequence[object]]:
 
 def _container(job: Job) -> list[Sequence[object]]:
     """The command that enters a container, line by line; pyxis needs none."""
-    container, scratch = job.container, job.cluster.launch.scratch
+    container, scratch = job.launch.container, job.launch.scratch
     if container.runtime in ("none", "pyxis"):
         return []
     mounts = [f"{job.project}:{job.project}", *container.mounts]

@@ -1,4 +1,15 @@
-"""The status of a job, from its scheduler and from the starts recorded in the run folder.
+"""The record of a launched job in its run folder, and its status.
+
+runs/NAME/job.toml is the record:
+
+    cluster = "lumi"
+    scheduler = "slurm"
+    n_nodes = 16
+    job = "4711"
+    submitted = "2026-11-22T02:30:00Z"
+
+    [waits_for]
+    prepare = "4710"
 
 The job script logs each start, and each end unless it is killed, in runs/NAME/starts.log:
 
@@ -20,18 +31,52 @@ from __future__ import annotations
 import re
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from datetime import UTC, datetime
 from pathlib import Path
 
-from trainyard.errors import LaunchError
-from trainyard.files import read_file
-from trainyard.jobs.scheduler import JobState
-from trainyard.jobs.submission import Submission, read_submission
-from trainyard.launch.lock import find_holder
+import tomli_w
+from pydantic import Field
 
+from trainyard.config.load import parse_toml
+from trainyard.config.section import Section
+from trainyard.errors import ConfigError, LaunchError, explain_failure
+from trainyard.files import publish_text, read_file
+from trainyard.jobs.scheduler import BatchScheduler, JobState
+from trainyard.jobs.schedulers import SCHEDULERS
+from trainyard.launch.lock import find_holder
+from trainyard.units import format_number
+
+RECORD = "job.toml"
 STARTS, BAD_NODES = "starts.log", "bad_nodes"
 LIMIT_BYTES = 2**20
 EXCLUDED_FROM = 2
 """Failures after which a node is excluded."""
+
+
+class Submission(Section):
+    """A job submitted to a scheduler, or run without one."""
+
+    cluster: str
+    """Its name, or the path of its file."""
+    scheduler: str
+    n_nodes: int
+    job: str = ""
+    """The scheduler's job id; empty without a scheduler."""
+    submitted: str = ""
+    """When, in UTC."""
+    waits_for: dict[str, str] = Field(default={})
+    """Jobs that must succeed first, by stage."""
+
+    @property
+    def queue(self) -> BatchScheduler | None:
+        """The scheduler that knows the job; None without one."""
+        scheduler = SCHEDULERS.get(self.scheduler) if self.job else None
+        return scheduler if isinstance(scheduler, BatchScheduler) else None
+
+    @property
+    def end_command(self) -> str:
+        """The command that cancels the job; empty without a scheduler."""
+        return f"{self.queue.ender} {self.job}" if self.queue else ""
 
 
 @dataclass(frozen=True)
@@ -50,6 +95,53 @@ class Start:
     """When, in UTC."""
     lost: str = ""
     """Nodes that failed during it, as found by the next start."""
+
+
+def write_submission(folder: Path, submission: Submission) -> None:
+    """Writes job.toml to a run folder; the time defaults to now.
+
+    Raises:
+        MachineError: it cannot be written.
+    """
+    now = datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
+    record = submission.model_dump() | {"submitted": submission.submitted or now}
+    with explain_failure(f"{folder / RECORD} cannot be written", "launch in a writable folder"):
+        folder.mkdir(parents=True, exist_ok=True)
+    publish_text(folder / RECORD, tomli_w.dumps(record))
+
+
+def read_submission(folder: Path) -> Submission | None:
+    """Reads job.toml of a run folder; None if the run was not launched.
+
+    Raises:
+        LaunchError: the file is damaged.
+    """
+    path = folder / RECORD
+    try:
+        record = parse_toml(read_file(path).decode("utf-8"), str(path))
+        return Submission.model_validate(record)
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+    except (OSError, ValueError, ConfigError) as error:
+        problem = " ".join(str(error).split())
+        raise LaunchError(
+            f"{path} cannot be read: {problem}", "launch again, or remove it"
+        ) from None
+
+
+def describe_submission(name: str, submission: Submission, log: Path) -> str:
+    """Describes how to follow and stop a job."""
+    nodes = format_number(submission.n_nodes, "node")
+    lines = [f"job {submission.job} is submitted to {submission.cluster}, {nodes}"]
+    lines += [f"    after {stage}: job {other}" for stage, other in submission.waits_for.items()]
+    steps = {
+        f"trainyard status {name}": "show its status",
+        f"tail -F {log}": "follow its log",
+        f"touch {log.parent / 'STOP'}": "save, stop, and do not requeue",
+        submission.end_command: "end it",
+    }
+    width = max(map(len, steps))
+    return "\n".join([*lines, *(f"    {step:<{width}}   {why}" for step, why in steps.items())])
 
 
 def read_current(folder: Path) -> Submission | None:
@@ -124,8 +216,8 @@ def read_starts(folder: Path) -> list[Start]:
 
 def read_bad_nodes(folder: Path) -> dict[str, int]:
     """Reads the number of failures per node."""
-    found = (re.fullmatch(r"(\S+)\s+([0-9]+)\s*", line) for line in _lines(folder / BAD_NODES))
-    return {match[1]: int(match[2]) for match in found if match}
+    matches = (re.fullmatch(r"(\S+)\s+([0-9]+)\s*", line) for line in _lines(folder / BAD_NODES))
+    return {match[1]: int(match[2]) for match in matches if match}
 
 
 def _lines(path: Path) -> list[str]:

@@ -127,20 +127,16 @@ def read_process(environment: Mapping[str, str] = os.environ) -> Process:
 
 
 def _read_launcher(environment: Mapping[str, str]) -> Process:
-    def has(names: _Names) -> list[bool]:
-        return [any(name in environment for name in each) for each in names]
-
-    in_step = "SLURM_STEP_ID" in environment
-    if any(has(OURS)):
+    if not {"TRAINYARD_RANK", "TRAINYARD_RANKS"}.isdisjoint(environment):
         place = _read_place(environment, OURS)
         return replace(place, store_file=Path(_text(environment, "TRAINYARD_STORE_FILE")))
-    if any(has(TORCHRUN)):
-        return _complete_torchrun(environment, _read_place(environment, TORCHRUN))
-    if any(has(OPEN_MPI)):
-        return _with_meeting_point(environment, _read_place(environment, OPEN_MPI))
-    # Slurm plug-ins set only some of these: then the step has all values.
-    if all(has(PMI)) or (any(has(PMI)) and not in_step):
-        return _with_meeting_point(environment, _read_place(environment, PMI))
+    in_step = "SLURM_STEP_ID" in environment
+    for names in (TORCHRUN, OPEN_MPI, PMI):
+        are_set = [any(name in environment for name in each) for each in names]
+        # Slurm plug-ins set only some of PMI's: then the step has all values.
+        if all(are_set) or (any(are_set) and not (in_step and names is PMI)):
+            place = _read_place(environment, names)
+            return _with_meeting_point(environment, place, is_torchrun=names is TORCHRUN)
     if in_step:
         return _with_meeting_point(environment, _read_slurm_place(environment))
     return Process()
@@ -290,8 +286,8 @@ def read_variables(
     names: re.Pattern[str], environment: Mapping[str, str] = os.environ
 ) -> dict[str, str]:
     """Returns the variables whose whole names match, with secrets hidden."""
-    found = sorted((name, text) for name, text in environment.items() if names.fullmatch(name))
-    return {name: hide_secrets(text, environment) for name, text in found}
+    matching = sorted((name, text) for name, text in environment.items() if names.fullmatch(name))
+    return {name: hide_secrets(text, environment) for name, text in matching}
 
 
 def read_versions(environment: Mapping[str, str] = os.environ) -> dict[str, str]:
@@ -333,10 +329,10 @@ def find_commit() -> str:
         return ""
     command = ["git", "-C", str(root), "describe", "--always", "--dirty", "--abbrev=7"]
     try:
-        found = subprocess.run(command, capture_output=True, text=True, check=False)
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
     except OSError:
         return ""
-    return found.stdout.strip()
+    return done.stdout.strip()
 
 
 def _processor_name() -> str:
@@ -368,10 +364,10 @@ def _read_slurm_place(environment: Mapping[str, str]) -> Process:
     node_name, node = _read_one(environment, ["SLURM_NODEID"])
     n_tasks: list[int] = []
     for part in counts.split(","):
-        found = re.fullmatch(r"(\d+)(?:\(x(\d+)\))?", part)
-        if not found:
+        match = re.fullmatch(r"(\d+)(?:\(x(\d+)\))?", part)
+        if not match:
             raise LaunchError(f"SLURM_STEP_TASKS_PER_NODE={counts!r} cannot be read", MEANING)
-        n_tasks += [int(found[1])] * int(found[2] or 1)
+        n_tasks += [int(match[1])] * int(match[2] or 1)
     if node >= len(n_tasks):
         raise LaunchError(
             f"{node_name}={node} contradicts SLURM_STEP_TASKS_PER_NODE={counts}", MEANING
@@ -381,37 +377,33 @@ def _read_slurm_place(environment: Mapping[str, str]) -> Process:
     return _read_place({**environment, local: str(n_tasks[node])}, names)
 
 
-def _complete_torchrun(environment: Mapping[str, str], process: Process) -> Process:
-    if process.n_ranks == 1:
-        return process
-    launcher_listens = environment.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-    address = _text(environment, "MASTER_ADDR")
-    if process.is_on_one_machine and not launcher_listens:
-        address = LOOPBACK
-    return replace(
-        process,
-        address=address,
-        port=_read_port(environment),
-        launcher_listens=launcher_listens,
-        attempt=_read_one({ATTEMPT: "0", **environment}, [ATTEMPT])[1],
-    )
-
-
-def _with_meeting_point(environment: Mapping[str, str], process: Process) -> Process:
+def _with_meeting_point(
+    environment: Mapping[str, str], process: Process, *, is_torchrun: bool = False
+) -> Process:
     """Adds rank 0's address and port; all ranks must derive the same one independently."""
     if process.n_ranks == 1:
         return process
+    if is_torchrun:
+        process = replace(
+            process,
+            launcher_listens=environment.get("TORCHELASTIC_USE_AGENT_STORE") == "True",
+            attempt=_read_one({ATTEMPT: "0", **environment}, [ATTEMPT])[1],
+        )
     nodes = environment.get("SLURM_STEP_NODELIST", environment.get("SLURM_JOB_NODELIST"))
-    if process.is_on_one_machine:
+    if process.is_on_one_machine and not process.launcher_listens:
         address = LOOPBACK
-    elif "MASTER_ADDR" in environment or nodes is None:
+    elif is_torchrun or "MASTER_ADDR" in environment or nodes is None:
         address = _text(environment, "MASTER_ADDR")
     else:
         address = first_host(nodes)
-    if "MASTER_PORT" in environment:
-        return replace(process, address=address, port=_read_port(environment))
-    job = ".".join(environment[name] for name in JOB_NAMES if name in environment)
-    return replace(process, address=address, port=FIRST_PORT + zlib.crc32(job.encode()) % N_PORTS)
+    if is_torchrun or "MASTER_PORT" in environment:
+        name, port = _read_one(environment, ["MASTER_PORT"])
+        if not 0 < port < 2**16:
+            raise LaunchError(f"{name}={port} is not a port", "ports are from 1 to 65535")
+    else:
+        job = ".".join(environment[name] for name in JOB_NAMES if name in environment)
+        port = FIRST_PORT + zlib.crc32(job.encode()) % N_PORTS
+    return replace(process, address=address, port=port)
 
 
 def first_host(nodes: str) -> str:
@@ -419,24 +411,17 @@ def first_host(nodes: str) -> str:
     return re.sub(r"\[(\w+)[^\]]*\]", r"\1", re.split(r",(?![^\[]*\])", nodes)[0])
 
 
-def _read_port(environment: Mapping[str, str]) -> int:
-    name, port = _read_one(environment, ["MASTER_PORT"])
-    if not 0 < port < 2**16:
-        raise LaunchError(f"{name}={port} is not a port", "ports are from 1 to 65535")
-    return port
-
-
 def _read_one(environment: Mapping[str, str], names: Sequence[str]) -> tuple[str, int]:
     """Reads a value with several possible names; returns the name that is set, and the number."""
-    found = [name for name in names if name in environment] or [names[0]]
-    for name in found:
+    there = [name for name in names if name in environment] or [names[0]]
+    for name in there:
         if not re.fullmatch("[0-9]+", _text(environment, name)):
             raise LaunchError(f"{name}={environment[name]!r} is not a number from 0", MEANING)
-    values = {name: int(environment[name]) for name in found}
+    values = {name: int(environment[name]) for name in there}
     if len(set(values.values())) > 1:
         shown = ", ".join(f"{name}={value}" for name, value in values.items())
         raise LaunchError(f"{shown} contradict each other", MEANING)
-    return found[0], values[found[0]]
+    return there[0], values[there[0]]
 
 
 def _read_optional(environment: Mapping[str, str], name: str) -> int | None:

@@ -113,13 +113,13 @@ class HangReports:
         return [self._known[path][1] for path in sorted(listed) if path in self._known]
 
     def _list(self) -> dict[Path, tuple[int, int]]:
-        found = {}
+        listed = {}
         with suppress(OSError):
             for path in self._folder.glob("rank-*.json"):
                 with suppress(OSError):
                     status = path.stat()
-                    found[path] = (status.st_ino, status.st_mtime_ns)
-        return found
+                    listed[path] = (status.st_ino, status.st_mtime_ns)
+        return listed
 
 
 def look_at(workers: Sequence[Worker]) -> list[RankStatus]:
@@ -164,17 +164,17 @@ def describe_hang(statuses: Sequence[RankStatus], n_ranks: int) -> str:
     if len(culprits) == 1:
         (one,) = culprits
         how = one.state if one.has_ended else f"has not moved for {one.seconds:.0f} s ({one.state})"
-        says = f"rank {one.rank} of {n_ranks} on {one.host} {how}"
-        says += f" at step {one.step}, in {one.phase}"
+        title = f"rank {one.rank} of {n_ranks} on {one.host} {how}"
+        title += f" at step {one.step}, in {one.phase}"
     elif len(culprits) == len(statuses) and missing:
-        says = f"no status from {name_ranks(missing)} of {n_ranks}, and the others wait"
+        title = f"no status from {name_ranks(missing)} of {n_ranks}, and the others wait"
     else:
         which = name_ranks([each.rank for each in culprits])
-        says = f"{which} of {n_ranks} are hung; cause not isolated"
+        title = f"{which} of {n_ranks} are hung; cause not isolated"
     lines = [f"    {each}" for each in statuses]
     if missing:
         lines.append(f"    no status from {name_ranks(missing)}")
-    return "\n".join([says, *lines])
+    return "\n".join([title, *lines])
 
 
 def describe_stack(seen: RankStatus) -> str:

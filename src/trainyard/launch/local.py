@@ -35,6 +35,14 @@ from trainyard.launch.signals import STOP, note_signals
 POLL_SECONDS = 0.05
 OWN_END_SECONDS, TERM_SECONDS = 1.0, 3.0
 N_LINES, N_BYTES = 20, 8192
+SAVES = "while training the first of these signals saves; before that, and the second, ends all"
+HINTS: dict[int, str] = {
+    **dict.fromkeys(STOP, SAVES),
+    signal.SIGKILL: "SIGKILL is most often this machine out of memory: train with fewer ranks, or "
+    "a smaller train.micro_batch_size",
+    signal.SIGBUS: "SIGBUS is most often a file that was cut short while it was read, such as "
+    "token files under rsync --inplace, or a full /dev/shm; stacks are in the rank's output",
+}
 
 
 @dataclass
@@ -254,23 +262,13 @@ def send(workers: Sequence[Worker], number: signal.Signals) -> None:
 def describe_death(worker: Worker) -> MachineError:
     """Describes how a worker ended, its step and phase, and the end of its output."""
     code = worker.running.returncode
-    problem = f"{worker.name} {worker.describe_end()}"
+    problem, hint = f"{worker.name} {worker.describe_end()}", "see its output above"
     if worker.heartbeat is not None:
         problem += f" at step {worker.beat.step}, in {worker.beat.phase}"
-    hint = "see its output above"
     if worker.log:
         problem += f"; the end of {worker.log}:\n" + _read_end(worker.log, worker.log_start)
         hint = "the message above is from that rank"
-    if code == -signal.SIGKILL:
-        hint = "SIGKILL is most often this machine out of memory: train with fewer ranks, or a "
-        hint += "smaller train.micro_batch_size"
-    elif code == -signal.SIGBUS:
-        hint = "SIGBUS is most often a file that was cut short while it was read, such as token "
-        hint += "files under rsync --inplace, or a full /dev/shm; stacks are in the rank's output"
-    elif -code in STOP:
-        hint = "while training the first of these signals saves; before that, "
-        hint += "and the second, ends all"
-    error = MachineError(problem, hint)
+    error = MachineError(problem, HINTS.get(-code, hint))
     error.exit_code = 2 if code == 2 or -code in (signal.SIGKILL, *STOP) else 1
     return error
 

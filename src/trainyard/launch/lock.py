@@ -15,7 +15,6 @@ import json
 import logging
 import os
 import socket
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import UTC, datetime
@@ -23,11 +22,11 @@ from pathlib import Path
 
 from trainyard.errors import LaunchError, explain_failure
 from trainyard.files import parse_json
+from trainyard.launch.local import wait_until
 
 logger = logging.getLogger("trainyard")
 
 WAIT_SECONDS = 10.0
-POLL_SECONDS = 0.1
 CANNOT_LOCK = (errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP, errno.EINVAL)
 
 
@@ -53,7 +52,16 @@ def hold(folder: Path, wait_seconds: float = WAIT_SECONDS) -> Iterator[list[int]
         file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
         itself = os.open(folder, os.O_RDONLY | os.O_CLOEXEC)
     try:
-        _lock(file, itself, folder, wait_seconds)
+        if not wait_until(lambda: _lock(file, itself, folder), wait_seconds):
+            raise LaunchError(
+                f"{folder} is being trained by {_read_holder(file)}",
+                "stop that one, or give this run another name",
+            )
+        now = datetime.now(UTC).strftime("%Y-%m-%d %H:%M:%S UTC")
+        holder = {"host": socket.gethostname(), "pid": os.getpid(), "since": now}
+        with explain_failure(f"{path} cannot be written", "free some space"):
+            os.ftruncate(file, 0)
+            os.pwrite(file, json.dumps(holder).encode(), 0)
         yield [file, itself]
     finally:
         os.close(file)
@@ -81,41 +89,26 @@ def find_holder(folder: Path) -> str | None:
     return ""
 
 
-def _lock(file: int, itself: int, folder: Path, wait_seconds: float) -> None:
-    deadline = time.monotonic() + wait_seconds
-    while True:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            _lock_folder(itself)
-            break
-        except BlockingIOError:
-            if time.monotonic() > deadline:
-                raise LaunchError(
-                    f"{folder} is being trained by {_read_holder(file)}",
-                    "stop that one, or give this run another name",
-                ) from None
-            time.sleep(POLL_SECONDS)
-        except OSError as error:
-            if error.errno not in CANNOT_LOCK:
-                raise
-            logger.warning(
-                "the file system of %s has no locks: make sure no other job trains there", folder
-            )
-            break
-    now = datetime.now(UTC).strftime("%Y-%m-%d %H:%M:%S UTC")
-    holder = {"host": socket.gethostname(), "pid": os.getpid(), "since": now}
-    with explain_failure(f"{folder / 'lock'} cannot be written", "free some space"):
-        os.ftruncate(file, 0)
-        os.pwrite(file, json.dumps(holder).encode(), 0)
-
-
-def _lock_folder(itself: int) -> None:
+def _lock(file: int, itself: int, folder: Path) -> bool:
+    """Locks the file and the folder; returns whether nobody else holds them."""
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    except OSError as error:
+        if error.errno not in CANNOT_LOCK:
+            raise
+        logger.warning(
+            "the file system of %s has no locks: make sure no other job trains there", folder
+        )
+        return True
     try:
         fcntl.flock(itself, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
-        raise
+        return False
     except OSError:  # NFS
-        return
+        pass
+    return True
 
 
 def _read_holder(descriptor: int) -> str:

@@ -33,19 +33,19 @@ def run_program(work: Callable[[], int], *, is_debug: bool = False) -> NoReturn:
     try:
         sys.exit(work())
     except (UserError, ModuleNotFoundError, OSError) as error:
-        told: UserError | None
+        user_error: UserError | None
         if isinstance(error, UserError):
-            told = error
+            user_error = error
         elif isinstance(error, OSError):
-            told = explain_os_error(error)
+            user_error = explain_os_error(error)
         else:
-            told = missing_package(error)
-        if told is None:
+            user_error = missing_package(error)
+        if user_error is None:
             raise
         if is_debug:
             sys.stderr.write(hide_secrets(traceback.format_exc()))
-        sys.stderr.write(hide_secrets(f"error: {told}\n"))
-        sys.exit(told.exit_code)
+        sys.stderr.write(hide_secrets(f"error: {user_error}\n"))
+        sys.exit(user_error.exit_code)
 
 
 def _replace_characters(error: UnicodeError) -> tuple[str, int]:
