@@ -33,11 +33,33 @@ NO_CODE = {
     *(tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE),
     *(tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER),
 }
-CODE_LINES: dict[str, int] = {}
+CODE_LINES: dict[str, int] = {
+    ".": 721,
+    "api": 1212,
+    "bench": 974,
+    "checkpoint": 1432,
+    "cli": 3049,
+    "config": 1793,
+    "corpus": 4708,
+    "data": 2157,
+    "doctor": 1318,
+    "evaluation": 910,
+    "export": 2363,
+    "jobs": 767,
+    "launch": 1286,
+    "model": 1219,
+    "optim": 460,
+    "parallel": 1655,
+    "planning": 3321,
+    "precision": 338,
+    "report": 1817,
+    "simulate": 853,
+    "training": 2289,
+}
 """Lines of code by package, without blank ones, comments and docstrings. They only go down."""
-TOTAL_CODE_LINES = 37_000
+TOTAL_CODE_LINES = 34_642
 """Goes down to 29,000. To raise it takes a decision record that says what was removed first."""
-SOURCE_FILES = 289
+SOURCE_FILES = 240
 """Goes down to 200."""
 
 

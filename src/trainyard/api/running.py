@@ -52,7 +52,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("trainyard")
 
-WAIT_SECONDS = 60.0
+WAIT_SECONDS = 300.0
 
 
 @dataclass(frozen=True)

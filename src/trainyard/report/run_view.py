@@ -23,8 +23,14 @@ from trainyard.config.run import Run
 from trainyard.errors import EXIT_HOLD, EXIT_REQUEUE, DataError
 from trainyard.files import parse_json, read_file
 from trainyard.jobs.scheduler import JobState
-from trainyard.jobs.status import Start, ask_scheduler, read_bad_nodes, read_current, read_starts
-from trainyard.jobs.submission import Submission
+from trainyard.jobs.status import (
+    Start,
+    Submission,
+    ask_scheduler,
+    read_bad_nodes,
+    read_current,
+    read_starts,
+)
 from trainyard.launch.lock import find_holder
 from trainyard.report.metrics import (
     History,
