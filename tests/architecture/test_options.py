@@ -43,4 +43,4 @@ CODE = {
 def test_files_that_know_of_an_option(option: str) -> None:
     pattern, budget = BUDGETS[option]
     files = [name for name, code in CODE.items() if re.search(pattern, code)]
-    assert len(files) == budget, files
+    assert len(files) <= budget, files

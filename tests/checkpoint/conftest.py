@@ -14,8 +14,7 @@ from trainyard.architecture import padded_vocabulary_size
 from trainyard.checkpoint.format import MANIFEST, Facts
 from trainyard.config.load import load_run
 from trainyard.config.run import Run
-from trainyard.data.tokenizer_json import byte_symbols
-from trainyard.data.vocabulary import Vocabulary, build_vocabulary
+from trainyard.data.vocabulary import Vocabulary, build_vocabulary, byte_symbols
 from trainyard.model.gpt import GPT
 from trainyard.model.init import initialize
 

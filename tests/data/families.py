@@ -15,7 +15,7 @@ from typing import Any
 from tokenizers import Tokenizer as HuggingFaceTokenizer
 from tokenizers import trainers
 
-from trainyard.data.tokenizer_json import byte_symbols
+from trainyard.data.vocabulary import byte_symbols
 
 PATTERN = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*"

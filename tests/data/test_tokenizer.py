@@ -23,8 +23,7 @@ from trainyard.corpus.preparation.train_tokenizer import train_tokenizer
 from trainyard.data import engines
 from trainyard.data import tokenizer as subject
 from trainyard.data.tokenizer import Tokenizer, load_tokenizer
-from trainyard.data.tokenizer_json import byte_symbols
-from trainyard.data.vocabulary import Vocabulary, holds_tokenizer, load_vocabulary
+from trainyard.data.vocabulary import Vocabulary, byte_symbols, holds_tokenizer, load_vocabulary
 from trainyard.errors import DataError, MachineError
 
 EOT = "<|endoftext|>"

@@ -13,8 +13,7 @@ from tests.data.families import TEXTS, build_content, load_reference, write_fold
 
 from trainyard.data import tokenizer as subject
 from trainyard.data.tokenizer import Tokenizer, load_tokenizer
-from trainyard.data.tokenizer_json import O200K_PATTERN, byte_symbols
-from trainyard.data.vocabulary import load_vocabulary, save_vocabulary
+from trainyard.data.vocabulary import O200K_PATTERN, byte_symbols, load_vocabulary, save_vocabulary
 from trainyard.errors import DataError
 
 

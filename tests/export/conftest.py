@@ -12,7 +12,7 @@ from trainyard.architecture import padded_vocabulary_size
 from trainyard.checkpoint.format import Facts
 from trainyard.checkpoint.save import save_checkpoint
 from trainyard.config.load import load_run
-from trainyard.data.tokenizer_json import byte_symbols
+from trainyard.data.vocabulary import byte_symbols
 from trainyard.model.gpt import GPT
 
 

@@ -15,7 +15,7 @@ from typer.testing import CliRunner
 
 from trainyard.checkpoint.format import read_manifest, render_manifest
 from trainyard.cli.export import export
-from trainyard.data.tokenizer_json import byte_symbols
+from trainyard.data.vocabulary import byte_symbols
 from trainyard.errors import CheckpointError, MachineError
 from trainyard.evaluation.generate import Sampling
 from trainyard.export.to_huggingface import (

@@ -29,8 +29,7 @@ from typing import Any, Protocol
 import numpy as np
 import numpy.typing as npt
 
-from trainyard.data.tokenizer_json import END_OF_DOCUMENT, byte_symbols
-from trainyard.data.vocabulary import Vocabulary
+from trainyard.data.vocabulary import END_OF_DOCUMENT, Vocabulary, byte_symbols
 
 Ids = npt.NDArray[np.uint32]
 Encoded = tuple[Ids, npt.NDArray[np.int64]]

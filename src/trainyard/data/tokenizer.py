@@ -30,8 +30,7 @@ import numpy as np
 import numpy.typing as npt
 
 from trainyard.data.engines import DIGITS, Encoded, Ids, build_engine, count_bytes_of
-from trainyard.data.tokenizer_json import LLAMA3_PATTERN, QWEN2_PATTERN
-from trainyard.data.vocabulary import Vocabulary, load_vocabulary
+from trainyard.data.vocabulary import LLAMA3_PATTERN, QWEN2_PATTERN, Vocabulary, load_vocabulary
 from trainyard.errors import DataError
 
 SpecialTokens = Literal["text", "parse"]

@@ -13,6 +13,17 @@ the order of their symbols, then the result of each merge, then `<|endoftext|>`.
 
 We save one `tokenizer.json`: a single file is published atomically, includes its special tokens and
 its splitting rule, and opens directly in Hugging Face libraries.
+
+Supported are byte-level BPEs, as of GPT-2, Llama 3, Qwen 2.5 and 3, SmolLM2, DeepSeek V3, gpt-oss,
+and OpenAI's cl100k and o200k as converted for Hugging Face's libraries:
+
+    normalizer       none, or NFC
+    pre_tokenizer    ByteLevel, after any of Split, Digits and Punctuation
+    model            BPE, with or without ignore_merges
+    post_processor   none, or one that adds tokens only before a text (never added here)
+
+The token that ends a document is `eos_token` of the files beside it. They have to agree, and
+`<|endoftext|>` counts as named where the vocabulary has it: a chat model's files name another.
 """
 
 from __future__ import annotations
@@ -21,23 +32,15 @@ import hashlib
 import json
 import logging
 import lzma
-from dataclasses import dataclass
+from collections.abc import Iterator
+from dataclasses import dataclass, field
 from functools import cache, cached_property
 from importlib import resources
 from pathlib import Path
 from typing import Any
 
-from trainyard.data.tokenizer_json import (
-    END_OF_DOCUMENT,
-    GPT2_RULES,
-    Rules,
-    byte_symbols,
-    read_json,
-    read_tokenizer_json,
-    render_end,
-)
 from trainyard.errors import DataError
-from trainyard.files import publish_text, read_file
+from trainyard.files import parse_json, publish_text, read_file
 
 GPT2 = "gpt2"
 """The name of the included GPT-2 tokenizer."""
@@ -50,6 +53,252 @@ _HINT = (
 # 13 bytes never occur in UTF-8; SmolLM2's vocabulary lacks 21.
 _MOST_MISSING_BYTES = 64
 _log = logging.getLogger(__name__)
+END_OF_DOCUMENT = "<|endoftext|>"
+# The splitting rule of GPT-2: its regular expression, and no space put before the first word.
+GPT2_SPLIT = {"type": "ByteLevel", "add_prefix_space": False, "use_regex": True}
+_WORDS = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|%s| ?[^\s\p{L}\p{N}]+[\r\n]*|"
+    r"\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+LLAMA3_PATTERN = _WORDS % r"\p{N}{1,3}"
+"""The splitting rule of Llama 3 and OLMo 2."""
+QWEN2_PATTERN = _WORDS % r"\p{N}"
+"""The splitting rule of Qwen 2 and 3."""
+_UPPER, _LOWER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
+_ENDING = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)?"
+O200K_PATTERN = (
+    rf"[^\r\n\p{{L}}\p{{N}}]?{_UPPER}*{_LOWER}+{_ENDING}|"
+    rf"[^\r\n\p{{L}}\p{{N}}]?{_UPPER}+{_LOWER}*{_ENDING}|"
+    r"\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+"""The splitting rule of GPT-4o and gpt-oss."""
+# Each matches every character of any text, so removing what does not match removes nothing.
+_COVERING = [{"Regex": each} for each in (LLAMA3_PATTERN, QWEN2_PATTERN, O200K_PATTERN)]
+_STEPS = ("Split", "Digits", "Punctuation")
+_FLAGS = ("lstrip", "rstrip", "single_word")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rules:
+    """What decides ids beside tokens and merges."""
+
+    special_tokens: dict[str, int] = field(default_factory=dict)
+    added_tokens: dict[str, int] = field(default_factory=dict)
+    """Found in a text before it is split, like special tokens, but always."""
+    split: dict[str, Any] = field(default_factory=lambda: GPT2_SPLIT)
+    """The pre-tokenizer."""
+    normalizer: str = ""
+    """NFC, or none."""
+    ignore_merges: bool = False
+    """Whether a word that is a token is not split, whatever the merges give."""
+    end_of_document: str = END_OF_DOCUMENT
+
+
+GPT2_RULES = Rules()
+
+
+def byte_symbols() -> list[str]:
+    """Lists the printable character for each byte, 0 to 255, in byte-level files.
+
+    Printable Latin-1 maps to itself; the others to code points from 256 on, in order.
+    """
+    shown = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
+    spare = iter(range(256, 512))
+    return [chr(byte if byte in shown else next(spare)) for byte in range(256)]
+
+
+def read_tokenizer_json(path: Path) -> tuple[dict[str, int], list[Any], Rules]:
+    """Reads a `tokenizer.json` and, beside it, the files that name the end of a document.
+
+    Returns:
+        the id of every token; the merges, of two tokens each if they are right; the other rules.
+
+    Raises:
+        DataError: it is malformed, unsupported, or its end of document is missing or ambiguous.
+    """
+    content = read_json(path)
+    try:
+        if problems := "; ".join(_find_unsupported(content)):
+            raise DataError(
+                f"{path} is not a supported tokenizer: {problems}",
+                "supported: byte-level BPE, as of GPT-2, Llama 3, Qwen 3 and SmolLM2 "
+                "(docs/corpora.md); or use gpt2 (included), or train one with `trainyard prepare "
+                "--train-tokenizer`",
+            )
+        model, added = content["model"], content.get("added_tokens") or []
+        merges = [tuple(m.split(" ") if isinstance(m, str) else m) for m in model["merges"]]
+        ids = _add_tokens(path, dict(model["vocab"]), added)
+        rules = Rules(
+            special_tokens={e["content"]: e["id"] for e in added if e["special"]},
+            added_tokens={e["content"]: e["id"] for e in added if not e["special"]},
+            split=_canonical(content["pre_tokenizer"]),
+            normalizer="NFC" if _normalizers(content) else "",
+            ignore_merges=bool(model.get("ignore_merges")),
+            end_of_document=_find_end(path, content, ids),
+        )
+    except (KeyError, TypeError, AttributeError, ValueError) as error:
+        problem = f"{path} is malformed: {type(error).__name__} {error}"
+        raise DataError(problem, "save the tokenizer again") from error
+    return ids, merges, rules
+
+
+def _add_tokens(path: Path, ids: dict[str, int], added: list[dict[str, Any]]) -> dict[str, int]:
+    """Returns the ids with those of the added tokens, if `tokenizers` would give them the same.
+
+    It keeps the id that the vocabulary has; others get the next one, whatever their entry says.
+    """
+    n_ids = len(ids)
+    following = n_ids
+    for entry in added:
+        token, token_id = entry["content"], entry["id"]
+        expected = ids.get(token, following)
+        if token_id != expected:
+            raise DataError(
+                f"{path}: the added token {token!r} has id {token_id}, but Hugging Face's "
+                f"tokenizers gives it {expected}",
+                "list the added tokens by id, without gaps after the last id of model.vocab; or "
+                "put them into model.vocab, with their ids",
+            )
+        ids[token] = token_id
+        following = max(following, token_id + 1) if token_id >= n_ids else following
+    return ids
+
+
+def _find_unsupported(content: dict[str, Any]) -> Iterator[str]:
+    model = content.get("model")
+    if not isinstance(model, dict) or model.get("type") != "BPE":
+        kind = model.get("type") if isinstance(model, dict) else model
+        yield f"model.type is {kind!r}, not 'BPE'"
+        return
+    for key in ("byte_fallback", "dropout", "continuing_subword_prefix", "end_of_word_suffix"):
+        if model.get(key):
+            yield f"model.{key} is {model[key]!r}"
+    if model.get("unk_token") and not set(byte_symbols()) <= model["vocab"].keys():
+        yield f"model.unk_token is {model['unk_token']!r}, for bytes without a token"
+    for kind in _normalizers(content):
+        if kind != "NFC":
+            yield f"normalizer {kind!r}"
+    yield from _find_unsupported_steps(content.get("pre_tokenizer") or {})
+    yield from _find_unsupported_additions(content)
+    if (content.get("decoder") or {}).get("type") != "ByteLevel":
+        yield f"decoder is {content.get('decoder')!r}, not 'ByteLevel'"
+
+
+def _find_unsupported_additions(content: dict[str, Any]) -> Iterator[str]:
+    for step in _steps(content.get("post_processor"), "processors"):
+        template = [next(iter(item)) for item in step.get("single") or []]
+        if step["type"] != "ByteLevel" and template[-1:] != ["Sequence"]:
+            yield f"post_processor {step['type']!r} adds tokens after a text"
+    for entry in content.get("added_tokens") or []:
+        flags = [flag for flag in _FLAGS if entry.get(flag)]
+        if entry.get("normalized") and _normalizers(content):
+            flags.append("normalized")
+        if flags:
+            yield f"{', '.join(flags)} of the added token {entry['content']!r}"
+
+
+def _find_unsupported_steps(pre_tokenizer: dict[str, Any]) -> Iterator[str]:
+    *steps, last = _steps(pre_tokenizer, "pretokenizers") or [{}]
+    for step in steps:
+        covers_all = step.get("pattern") in _COVERING
+        if step.get("type") not in _STEPS:
+            yield f"pre_tokenizer {step.get('type')!r}"
+        elif step.get("behavior") == "Removed" and not (step.get("invert") and covers_all):
+            yield f"pre_tokenizer {step['type']!r} removes text"
+    if last.get("type") != "ByteLevel":
+        yield f"pre_tokenizer ends in {last.get('type')!r}, not 'ByteLevel'"
+    elif last.get("add_prefix_space"):
+        yield "pre_tokenizer 'ByteLevel' puts a space before a text"
+
+
+def _steps(part: dict[str, Any] | None, key: str) -> list[dict[str, Any]]:
+    if not part:
+        return []
+    return list(part[key]) if part.get("type") == "Sequence" else [part]
+
+
+def _normalizers(content: dict[str, Any]) -> list[str]:
+    return [step["type"] for step in _steps(content.get("normalizer"), "normalizers")]
+
+
+def _canonical(pre_tokenizer: dict[str, Any]) -> dict[str, Any]:
+    if pre_tokenizer["type"] == "ByteLevel":
+        return {**GPT2_SPLIT, "use_regex": pre_tokenizer.get("use_regex", True)}
+    return dict(pre_tokenizer)
+
+
+def render_end(token: str, token_id: int) -> dict[str, Any] | None:
+    """Renders the end of document as a template that adds nothing; None for `<|endoftext|>`.
+
+    A copy of a tokenizer is one file, and a `tokenizer.json` has no field for it.
+    """
+    if token == END_OF_DOCUMENT:
+        return None
+    first, second = ({"Sequence": {"id": name, "type_id": 0}} for name in "AB")
+    special = {token: {"id": token, "ids": [token_id], "tokens": [token]}}
+    template = {"type": "TemplateProcessing", "single": [first], "pair": [first, second]}
+    return {**template, "special_tokens": special}
+
+
+def _find_end(path: Path, content: dict[str, Any], ids: dict[str, int]) -> str:
+    """Returns the token that ends a document."""
+    for token in (content.get("post_processor") or {}).get("special_tokens", {}):
+        if content["post_processor"] == render_end(token, ids[token]):
+            return str(token)
+    named: dict[str, list[str]] = {}
+    for name in ("tokenizer_config.json", "special_tokens_map.json", "generation_config.json"):
+        for token in _ends_named_in(path.with_name(name), ids):
+            named.setdefault(token, []).append(name)
+    if END_OF_DOCUMENT in ids:
+        named.setdefault(END_OF_DOCUMENT, []).append(path.name)
+    hint = "the eos_token of the base model, such as <|end_of_text|> of Llama 3"
+    if not named:
+        raise DataError(
+            f"{path} has no token {END_OF_DOCUMENT}, and no file beside it names an eos_token",
+            f"add a tokenizer_config.json beside it, with {hint}",
+        )
+    if len(named) > 1:
+        found = "; ".join(f"{token} in {', '.join(names)}" for token, names in named.items())
+        raise DataError(
+            f"{path}: several tokens may end a document: {found}",
+            "take the files of the base model, not of a chat model; or copy tokenizer.json to a "
+            f"folder with only a tokenizer_config.json beside it, with {hint}",
+        )
+    ((end, names),) = named.items()
+    if end not in ids:
+        raise DataError(
+            f"{path} has no token {end}, the end of a document in {', '.join(names)}",
+            "take all files from the same tokenizer",
+        )
+    return end
+
+
+def _ends_named_in(path: Path, ids: dict[str, int]) -> list[str]:
+    """Lists the tokens that end a text by one of a model's files."""
+    content = read_json(path) if path.is_file() else {}
+    if token := content.get("eos_token"):
+        return [str(token.get("content") if isinstance(token, dict) else token)]
+    found = content.get("eos_token_id")
+    token_ids = found if isinstance(found, list) else [] if found is None else [found]
+    token_of = {token_id: token for token, token_id in ids.items()}
+    return [token_of.get(token_id, f"id {token_id}") for token_id in token_ids]
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """Reads a file of one JSON object.
+
+    Raises:
+        DataError: it cannot be read, or is none.
+    """
+    try:
+        content = parse_json(read_file(path))
+    except OSError as error:
+        raise DataError(f"{path}: {error.strerror}", "fetch or save it again") from error
+    except ValueError as error:
+        raise DataError(f"{path} is not valid JSON: {error}", "fetch or save it again") from error
+    if not isinstance(content, dict):
+        raise DataError(f"{path} is not a JSON object", "fetch or save the file again")
+    return content
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -6,8 +6,12 @@ import json
 from collections.abc import Iterable
 from pathlib import Path
 
-from trainyard.data.tokenizer_json import END_OF_DOCUMENT, byte_symbols
-from trainyard.data.vocabulary import build_vocabulary, save_vocabulary
+from trainyard.data.vocabulary import (
+    END_OF_DOCUMENT,
+    build_vocabulary,
+    byte_symbols,
+    save_vocabulary,
+)
 from trainyard.errors import DataError
 from trainyard.files import explain_disk_errors
 
