@@ -186,6 +186,9 @@ def _describe_data(report: DataReport, tokenizer: str) -> dict[str, str]:
         checksums = f"all {report.n_blocks:,} blocks match, {format_bytes(report.n_bytes)}"
     else:
         checksums = "none: without a .json the bytes cannot be verified"
+    made_by = "not compared: pass --tokenizer"
+    if tokenizer:
+        made_by = f"made by {tokenizer}" if report.has_record else f"{tokenizer}: all ids are valid"
     unknown = "0 or more; the vocabulary is unknown"
     size = report.vocabulary_size
     ends = "every document that is not empty has one" if report.ends_checked else "not expected"
@@ -198,14 +201,8 @@ def _describe_data(report: DataReport, tokenizer: str) -> dict[str, str]:
         "tokens": f"{report.tokens:,}",
         "token ids": unknown if size is None else f"0 to {size - 1}",
         "document ends": ends,
-        "tokenizer": _tokenizer_fact(report, tokenizer),
+        "tokenizer": made_by,
     }
-
-
-def _tokenizer_fact(report: DataReport, tokenizer: str) -> str:
-    if not tokenizer:
-        return "not compared: pass --tokenizer"
-    return f"made by {tokenizer}" if report.has_record else f"{tokenizer}: all ids are valid"
 
 
 @check.command(cls=Verb)

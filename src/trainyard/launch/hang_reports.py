@@ -86,8 +86,9 @@ class HangReports:
     def __init__(self, folder: Path) -> None:
         self._folder = folder
         # An earlier job may have left some; new reports come later.
-        self._before = self._list()
-        self._known: dict[Path, tuple[tuple[int, int], RankStatus]] = {}
+        self._known: dict[Path, tuple[tuple[int, int], RankStatus | None]] = {
+            path: (identity, None) for path, identity in self._list().items()
+        }
 
     def write(self, statuses: Iterable[RankStatus]) -> None:
         """Writes this process's reports; a failing disk must not keep it from ending."""
@@ -103,14 +104,14 @@ class HangReports:
         Opens only files that changed since the last call: n parents that wait for each other would
         open n^2 files at each look.
         """
-        listed = self._list()
+        listed, nothing = self._list(), ((0, 0), None)
         for path, identity in listed.items():
-            seen = self._known[path][0] if path in self._known else self._before.get(path)
-            if seen != identity:
+            if self._known.get(path, nothing)[0] != identity:
                 with suppress(OSError, ValueError, TypeError):
                     status = RankStatus(**json.loads(path.read_text(encoding="utf-8")))
                     self._known[path] = (identity, status)
-        return [self._known[path][1] for path in sorted(listed) if path in self._known]
+        statuses = (self._known.get(path, nothing)[1] for path in sorted(listed))
+        return [status for status in statuses if status]
 
     def _list(self) -> dict[Path, tuple[int, int]]:
         listed = {}
@@ -189,6 +190,7 @@ def describe_stack(seen: RankStatus) -> str:
 def status_of(worker: Worker) -> RankStatus:
     """Returns the known state of a worker, without its stacks."""
     beat, has_ended = worker.beat, not worker.is_running
+    letter = "".join(read_process_state(worker.running.pid)[:1]).upper()  # none on macOS
     return RankStatus(
         rank=worker.rank,
         host=socket.gethostname(),
@@ -196,16 +198,11 @@ def status_of(worker: Worker) -> RankStatus:
         phase=beat.phase,
         count=beat.count,
         seconds=0.0 if has_ended else time.monotonic() - worker.beat_at,
-        state=worker.describe_end() if has_ended else _read_state(worker.running.pid),
+        state=worker.describe_end() if has_ended else STATES.get(letter, "running"),
         has_ended=has_ended,
         has_failed=has_ended and worker.running.returncode not in MEANT_CODES,
         stack="",
     )
-
-
-def _read_state(pid: int) -> str:
-    letter = "".join(read_process_state(pid)[:1]).upper()
-    return STATES.get(letter, "running")  # none on macOS
 
 
 def _wait_for_stacks(asked: Sequence[Worker]) -> dict[int, str]:
