@@ -16,10 +16,10 @@ from .test_budgets import FILES, name_of
 # does. One file of each is `planning/program.py`, which has the kernels of each part.
 BUDGETS = {
     "rotary positions": (r"'rotary'|rotary_base|rotary_scaling", 8),
-    "RMSNorm": (r"'rms'|model\.norm\b", 7),
+    "RMSNorm": (r"'rms'|model\.norm\b", 6),
     "SwiGLU": (r"'swiglu'|'gelu'", 7),
-    "grouped queries": (r"n_key_value_heads", 9),
-    "query-key norm": (r"query_key_norm", 6),
+    "grouped queries": (r"n_key_value_heads", 8),
+    "query-key norm": (r"query_key_norm", 4),
     "place of norms": (r"norm_place", 6),
     "documents": (r"attention_within_documents|end_of_document_id", 13),
 }
