@@ -28,7 +28,7 @@ from trainyard.data.tokenizer import Tokenizer
 from trainyard.evaluation.likelihood import answer_tasks
 from trainyard.evaluation.tasks import read_tasks
 from trainyard.evaluation.trained import TrainedRun, open_predictor, read_trained_run
-from trainyard.export.to_huggingface import export_huggingface
+from trainyard.export.huggingface import export_huggingface
 from trainyard.launch.environment import Process
 
 N_QUESTIONS, N_ROUNDS = 16, 3

@@ -33,7 +33,7 @@ from trainyard.checkpoint.verify import check_checkpoint
 from trainyard.config.load import load_run
 from trainyard.config.run import Run
 from trainyard.errors import CheckpointError, MachineError
-from trainyard.export.to_huggingface import export_huggingface
+from trainyard.export.huggingface import export_huggingface
 from trainyard.parallel.placement import Placement, whole
 from trainyard.topology import Topology
 

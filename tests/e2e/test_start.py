@@ -16,7 +16,7 @@ from trainyard.checkpoint.format import manifest_sha256, read_manifest
 from trainyard.config.load import load_run
 from trainyard.config.run import Run
 from trainyard.errors import CheckpointError, ConfigError, UserError
-from trainyard.export.to_huggingface import export_huggingface
+from trainyard.export.huggingface import export_huggingface
 from trainyard.planning.resolve import resolve
 from trainyard.training.run_folder import read_history, write_run_folder
 from trainyard.training.start import ancestry

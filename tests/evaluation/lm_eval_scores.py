@@ -18,7 +18,7 @@ import torch
 from trainyard.checkpoint.format import Facts
 from trainyard.checkpoint.save import save_checkpoint
 from trainyard.config.load import load_run
-from trainyard.export.to_huggingface import export_huggingface
+from trainyard.export.huggingface import export_huggingface
 from trainyard.model.gpt import GPT
 from trainyard.model.init import initialize
 

@@ -25,8 +25,11 @@ from trainyard.data.loader import Loader, build_orders
 from trainyard.errors import CheckpointError, ConfigError
 from trainyard.evaluation.generate import Sampling, generate
 from trainyard.export.families import find_family
-from trainyard.export.from_huggingface import import_huggingface
-from trainyard.export.to_huggingface import export_huggingface, require_equal_logits
+from trainyard.export.huggingface import (
+    export_huggingface,
+    import_huggingface,
+    require_equal_logits,
+)
 from trainyard.planning.batches import BatchSchedule
 from trainyard.planning.resolve import learning_rate, resolve
 

@@ -18,8 +18,7 @@ from trainyard.cli.import_ import import_
 from trainyard.config.load import load_run
 from trainyard.data.vocabulary import load_vocabulary
 from trainyard.errors import CheckpointError, ConfigError, DataError
-from trainyard.export.from_huggingface import import_huggingface
-from trainyard.export.to_huggingface import export_huggingface
+from trainyard.export.huggingface import export_huggingface, import_huggingface
 
 transformers = pytest.importorskip("transformers")
 

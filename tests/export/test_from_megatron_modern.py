@@ -231,7 +231,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
         {"reset_position_ids": True},
         "--reset-position-ids without --reset-attention-mask",
     ),
-    "two bases": ({"rope_theta": 10_000}, "rotary_base=500000.0 and rope_theta=10000"),
+    "two bases": ({"rope_theta": 10_000}, r"rotary_base and rope_theta are \[500000\.0, 10000\]"),
     "other groups": ({"num_query_groups": 2}, r"qkv\.weight in .* has shape \[64, 32\]"),
     "norms of heads": ({"qk_layernorm": True}, "no tensor for blocks.0.attention.query_norm"),
     "old version": ({"version": 1.0}, "checkpoint_version 1.0 and args.group_query_attention"),

@@ -18,7 +18,7 @@ from trainyard.checkpoint.format import Facts
 from trainyard.checkpoint.save import SavingRank, save_checkpoint
 from trainyard.config.load import load_run
 from trainyard.config.run import Run
-from trainyard.export.from_huggingface import import_huggingface
+from trainyard.export.huggingface import import_huggingface
 from trainyard.parallel.placement import whole
 
 from .megatron_folder import Theirs, random_gpt2, save_megatron
@@ -31,9 +31,9 @@ LIMITED = """
 import json, resource, sys
 from pathlib import Path
 import torch
-from trainyard.export.from_huggingface import import_huggingface
+from trainyard.export.huggingface import import_huggingface
 from trainyard.export.from_megatron import import_megatron
-from trainyard.export.to_huggingface import export_huggingface
+from trainyard.export.huggingface import export_huggingface
 
 def used(field):
     lines = dict(line.split(":") for line in Path("/proc/self/status").read_text().splitlines())

@@ -18,7 +18,7 @@ from trainyard.cli.export import export
 from trainyard.data.vocabulary import byte_symbols
 from trainyard.errors import CheckpointError, MachineError
 from trainyard.evaluation.generate import Sampling
-from trainyard.export.to_huggingface import (
+from trainyard.export.huggingface import (
     compare_logits,
     export_huggingface,
     require_equal_logits,

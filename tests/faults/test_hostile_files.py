@@ -39,7 +39,7 @@ from trainyard.config.corpus import load_corpus
 from trainyard.config.load import load_run, render_run
 from trainyard.corpus.preparation.prepare import prepare
 from trainyard.corpus.preparation.train_tokenizer import train_tokenizer
-from trainyard.export.to_huggingface import export_huggingface
+from trainyard.export.huggingface import export_huggingface
 from trainyard.model.gpt import GPT
 from trainyard.model.init import initialize
 from trainyard.planning.resolve import resolve
@@ -49,7 +49,7 @@ pytestmark = pytest.mark.exhaustive
 # Loaded once, so that each fork has them.
 HEAVY_MODULES = (
     *("trainyard.report.page", "trainyard.training.worker", "trainyard.evaluation.generate"),
-    *("trainyard.export.from_huggingface", "trainyard.corpus.verify", "trainyard.cli.show_data"),
+    *("trainyard.export.huggingface", "trainyard.corpus.verify", "trainyard.cli.show_data"),
 )
 MEMORY_BYTES = 2 * 2**30
 """What a command may add to the address space of the test process."""

@@ -22,7 +22,7 @@ from trainyard.checkpoint.save import save_checkpoint
 from trainyard.checkpoint.verify import check_checkpoint
 from trainyard.cli.check import describe_checkpoint
 from trainyard.data.loader import Loader
-from trainyard.export.to_huggingface import compare_logits, export_huggingface
+from trainyard.export.huggingface import compare_logits, export_huggingface
 from trainyard.launch.environment import read_versions
 from trainyard.parallel.model import ParallelModel
 from trainyard.planning.saving import checkpoint_bytes

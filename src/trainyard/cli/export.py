@@ -72,7 +72,7 @@ def export(
     from trainyard.checkpoint.format import manifest_sha256, read_manifest
     from trainyard.checkpoint.resume import find_checkpoint
     from trainyard.export.families import find_family
-    from trainyard.export.to_huggingface import export_huggingface, require_equal_logits
+    from trainyard.export.huggingface import export_huggingface, require_equal_logits
     from trainyard.report.model_card import render_card
 
     checkpoint = find_checkpoint(source)

@@ -68,7 +68,7 @@ def import_(
     if source == "megatron":
         from trainyard.export.from_megatron import import_megatron as import_it
     else:
-        from trainyard.export.from_huggingface import import_huggingface as import_it
+        from trainyard.export.huggingface import import_huggingface as import_it
 
     checkpoint = import_it(Path(folder), output, tokenizer)
     typer.echo(f"imported {folder} as {checkpoint}: weights only, without optimizer state")

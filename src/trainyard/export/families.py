@@ -19,11 +19,11 @@ import json
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Annotated, Any, Literal, Self
 
 import torch
 import torch.nn.functional as F
-from pydantic import ValidationError
+from pydantic import BaseModel, Field, ValidationError, computed_field, model_validator
 from torch import Tensor
 
 from trainyard.architecture import Shape, find_layer
@@ -32,14 +32,6 @@ from trainyard.config.rules import NEAREST
 from trainyard.config.run import Model
 from trainyard.config.section import RotaryScaling
 from trainyard.errors import CheckpointError, ConfigError
-from trainyard.export.huggingface_config import (
-    Config,
-    GPT2Config,
-    GPTNeoXConfig,
-    LlamaConfig,
-    Olmo2Config,
-    Qwen3Config,
-)
 from trainyard.files import parse_json
 
 CONFIG = "config.json"
@@ -53,6 +45,182 @@ _ONLY_FOR_TRAINING = (
 )
 
 
+_Size = Annotated[int, Field(ge=1)]
+
+
+class Config(BaseModel):
+    """The keys of a `config.json` that decide what the model computes, with their defaults."""
+
+    vocab_size: _Size
+    initializer_range: float = 0.02
+    quantization_config: None = Field(default=None, exclude=True)
+    is_causal: Literal[True] = Field(default=True, exclude=True)
+
+    @model_validator(mode="after")
+    def _has_one_dropout(self) -> Self:
+        keys = [key for key in type(self).model_fields if _FIELDS.get(key) == "dropout"]
+        if len({getattr(self, key) for key in keys}) > 1:
+            *others, last = (f"{key}={getattr(self, key)}" for key in keys)
+            raise ValueError(
+                f"{', '.join(others)} and {last} differ; they only affect training: make them equal"
+            )
+        return self
+
+
+def _read_rope(keys: dict[str, Any], **older: str) -> dict[str, Any]:
+    """Moves what rotary positions have in their own table to the older keys beside it.
+
+    As transformers 5 reads it: the table is `rope_scaling`, else `rope_parameters`; what it lacks
+    is in the older keys.
+    """
+    rope = keys.get("rope_scaling") or keys.get("rope_parameters")
+    if not isinstance(rope, dict):
+        return keys
+    rope = dict(rope)
+    moved = {key: rope.pop(name) for name, key in older.items() if name in rope}
+    rope.setdefault("rope_type", rope.pop("type", "default"))
+    return keys | moved | {"rope_scaling": None if rope == {"rope_type": "default"} else rope}
+
+
+_GPT2_SYNONYMS = {
+    "n_positions": "max_position_embeddings",
+    "n_embd": "hidden_size",
+    "n_layer": "num_hidden_layers",
+    "n_head": "num_attention_heads",
+}
+"""Where both are given, transformers takes the second."""
+
+
+class GPT2Config(Config):
+    """Of a `GPT2LMHeadModel`."""
+
+    model_type: Literal["gpt2"] = "gpt2"
+    n_positions: _Size
+    n_embd: _Size
+    n_layer: _Size
+    n_head: _Size
+    n_inner: int | None = None
+    activation_function: Literal["gelu_new", "gelu_pytorch_tanh"] = "gelu_new"
+    embd_pdrop: float = 0.1
+    attn_pdrop: float = 0.1
+    resid_pdrop: float = 0.1
+    layer_norm_epsilon: float = 1e-5
+    tie_word_embeddings: bool = True
+    scale_attn_weights: Literal[True] = True
+    scale_attn_by_inverse_layer_idx: Literal[False] = False
+    reorder_and_upcast_attn: Literal[False] = False
+    add_cross_attention: Literal[False] = False
+
+    @model_validator(mode="before")
+    @classmethod
+    def _read_synonyms(cls, keys: dict[str, Any]) -> dict[str, Any]:
+        return keys | {key: keys[other] for key, other in _GPT2_SYNONYMS.items() if other in keys}
+
+    @computed_field  # type: ignore[prop-decorator]
+    @property
+    def n_ctx(self) -> int:
+        """An older name of `n_positions`, which llama.cpp reads."""
+        return self.n_positions
+
+
+class GPTNeoXConfig(Config):
+    """Of a `GPTNeoXForCausalLM` whose MLP follows attention, with all features of heads rotated."""
+
+    model_type: Literal["gpt_neox"] = "gpt_neox"
+    max_position_embeddings: _Size
+    hidden_size: _Size
+    intermediate_size: _Size
+    num_hidden_layers: _Size
+    num_attention_heads: _Size
+    hidden_act: Literal["gelu_new", "gelu_pytorch_tanh"] = "gelu_new"
+    layer_norm_eps: float = 1e-5
+    tie_word_embeddings: bool = False
+    attention_bias: Literal[True] = True
+    attention_dropout: float = 0.0
+    hidden_dropout: float = 0.0
+    use_parallel_residual: Literal[False] = False
+    rotary_pct: float = Field(default=1.0, ge=1, le=1)
+    rotary_emb_base: float = 10_000.0
+    rope_scaling: None = None
+
+    @model_validator(mode="before")
+    @classmethod
+    def _read_rope_parameters(cls, keys: dict[str, Any]) -> dict[str, Any]:
+        """Reads `rope_parameters`, which has base and share of features since transformers 5."""
+        return _read_rope(keys, rope_theta="rotary_emb_base", partial_rotary_factor="rotary_pct")
+
+
+class _Llama3Scaling(BaseModel, extra="forbid"):
+    """`rope_scaling`."""
+
+    rope_type: Literal["llama3"] = "llama3"
+    factor: float
+    low_freq_factor: float
+    high_freq_factor: float
+    original_max_position_embeddings: int
+
+
+class _RotaryConfig(Config):
+    """Keys that Llama, Qwen3 and OLMo 2 share."""
+
+    max_position_embeddings: _Size
+    hidden_size: _Size
+    intermediate_size: _Size
+    num_hidden_layers: _Size
+    num_attention_heads: _Size
+    num_key_value_heads: _Size | None = None
+    head_dim: _Size | None = None
+    hidden_act: Literal["silu"] = "silu"
+    rms_norm_eps: float = 1e-6
+    tie_word_embeddings: bool = False
+    attention_bias: Literal[False] = False
+    attention_dropout: float = Field(default=0.0, ge=0, le=0)
+    rope_theta: float = 10_000.0
+    rope_scaling: _Llama3Scaling | None = None
+
+    @model_validator(mode="before")
+    @classmethod
+    def _read_rope_parameters(cls, keys: dict[str, Any]) -> dict[str, Any]:
+        """Reads `rope_parameters`, which has both base and scaling since transformers 5."""
+        return _read_rope(keys, rope_theta="rope_theta")
+
+
+class _WholeHeadsConfig(_RotaryConfig):
+    """Keys of a config whose heads divide its width."""
+
+    @model_validator(mode="after")
+    def _has_whole_heads(self) -> Self:
+        if self.hidden_size % self.num_attention_heads:  # transformers refuses it too
+            raise ValueError("hidden_size must be divisible by num_attention_heads")
+        return self
+
+
+class LlamaConfig(_WholeHeadsConfig):
+    """Of a `LlamaForCausalLM`."""
+
+    model_type: Literal["llama"] = "llama"
+    mlp_bias: Literal[False] = False
+
+
+class Olmo2Config(_WholeHeadsConfig):
+    """Of an `Olmo2ForCausalLM`."""
+
+    model_type: Literal["olmo2"] = "olmo2"
+    rms_norm_eps: float = 1e-5
+    pad_token_id: int | None = None
+    """Transformers would take 1, and never train that token's embedding."""
+
+
+class Qwen3Config(_RotaryConfig):
+    """Of a `Qwen3ForCausalLM`."""
+
+    model_type: Literal["qwen3"] = "qwen3"
+    num_key_value_heads: _Size | None = 32
+    head_dim: _Size | None = 128
+    use_sliding_window: Literal[False] = False
+    layer_types: list[Literal["full_attention"]] | None = Field(default=None, exclude=True)
+
+
 @dataclass(frozen=True)
 class Family:
     """An architecture of Hugging Face, in our names."""
@@ -60,22 +228,27 @@ class Family:
     architecture: str
     """Its class in transformers."""
     config: type[Config]
-    keys: Mapping[str, str]
-    """Our field by key of its config; of scaling, by key in there."""
     parts: Mapping[str, Any]
     """Fields that have one value in all its models, if not that of GPT-3."""
     names: Mapping[str, str]
     """Its layers, one or several, by our layer; N numbers a block."""
-    prefix: str
-    """Of all names but the head's; models without a head are saved without it."""
-    no_weight: str
-    """Pattern of buffers that old versions stored with the weights."""
     transposes: bool = False
     """Whether it stores matrices as (in, out)."""
     interleaves: bool = False
     """Whether it interleaves rows of queries, keys and values as we do."""
     absent: Mapping[str, Any] = field(default_factory=dict)
     """What transformers takes for absent keys, where we write others."""
+
+    @property
+    def keys(self) -> dict[str, str]:
+        """Our field by key of its config."""
+        keys = {theirs: _FIELDS[theirs] for theirs in self.config.model_fields if theirs in _FIELDS}
+        return {theirs: ours for theirs, ours in keys.items() if ours not in self.parts}
+
+    @property
+    def prefix(self) -> str:
+        """The start of all names but the head's; models without a head are saved without it."""
+        return self.names["embedding"].partition(".")[0] + "."
 
     @property
     def head(self) -> str:
@@ -197,25 +370,33 @@ _SCALING_KEYS = {
     "high_freq_factor": "high_frequency_factor",
     "original_max_position_embeddings": "original_sequence_length",
 }
-_ROTARY_KEYS = {
-    "num_hidden_layers": "n_layers",
-    "hidden_size": "d_model",
-    "num_attention_heads": "n_heads",
+_FIELDS = {
+    **dict.fromkeys(("n_layer", "num_hidden_layers"), "n_layers"),
+    **dict.fromkeys(("n_embd", "hidden_size"), "d_model"),
+    **dict.fromkeys(("n_head", "num_attention_heads"), "n_heads"),
+    **dict.fromkeys(("n_inner", "intermediate_size"), "d_ff"),
+    **dict.fromkeys(("n_positions", "max_position_embeddings"), "sequence_length"),
+    **dict.fromkeys(("embd_pdrop", "attn_pdrop", "resid_pdrop"), "dropout"),
+    **dict.fromkeys(("attention_dropout", "hidden_dropout"), "dropout"),
+    **dict.fromkeys(("rms_norm_eps", "layer_norm_eps"), "layer_norm_epsilon"),
+    **dict.fromkeys(("rope_theta", "rotary_emb_base"), "rotary_base"),
     "head_dim": "d_head",
     "num_key_value_heads": "n_key_value_heads",
-    "intermediate_size": "d_ff",
-    "max_position_embeddings": "sequence_length",
     "vocab_size": "vocabulary_size",
     "tie_word_embeddings": "tied_embeddings",
     "initializer_range": "init_std",
-    "rms_norm_eps": "layer_norm_epsilon",
-    "rope_theta": "rotary_base",
+    "layer_norm_epsilon": "layer_norm_epsilon",
     "rope_scaling": "rotary_scaling",
 }
+"""Our field by key of a config, of any family."""
+BUFFERS = re.compile(
+    r"(transformer\.h|gpt_neox\.layers|model\.layers)\.[0-9]+\."
+    r"(attn|attention|self_attn)\.((masked_)?bias|rotary_emb\.inv_freq)"
+)
+"""Names of buffers that old versions stored with the weights."""
 LLAMA = Family(
     architecture="LlamaForCausalLM",
     config=LlamaConfig,
-    keys=_ROTARY_KEYS,
     parts={"positions": "rotary", "norm": "rms", "mlp": "swiglu", "bias": False, "dropout": 0.0},
     names={
         "embedding": "model.embed_tokens",
@@ -229,26 +410,10 @@ LLAMA = Family(
         "final_norm": "model.norm",
         "head": "lm_head",
     },
-    prefix="model.",
-    no_weight=r"model\.layers\.[0-9]+\.self_attn\.rotary_emb\.inv_freq",
 )
 GPT2 = Family(
     architecture="GPT2LMHeadModel",
     config=GPT2Config,
-    keys={
-        "n_layer": "n_layers",
-        "n_embd": "d_model",
-        "n_head": "n_heads",
-        "n_inner": "d_ff",
-        "n_positions": "sequence_length",
-        "vocab_size": "vocabulary_size",
-        "tie_word_embeddings": "tied_embeddings",
-        "embd_pdrop": "dropout",
-        "attn_pdrop": "dropout",
-        "resid_pdrop": "dropout",
-        "initializer_range": "init_std",
-        "layer_norm_epsilon": "layer_norm_epsilon",
-    },
     parts={},
     names={
         "embedding": "transformer.wte",
@@ -262,28 +427,12 @@ GPT2 = Family(
         "final_norm": "transformer.ln_f",
         "head": "lm_head",
     },
-    prefix="transformer.",
-    no_weight=r"transformer\.h\.[0-9]+\.attn\.(masked_)?bias",
     transposes=True,
 )
 _GPT_NEOX = Family(
     architecture="GPTNeoXForCausalLM",
     config=GPTNeoXConfig,
-    keys={
-        "num_hidden_layers": "n_layers",
-        "hidden_size": "d_model",
-        "num_attention_heads": "n_heads",
-        "intermediate_size": "d_ff",
-        "max_position_embeddings": "sequence_length",
-        "vocab_size": "vocabulary_size",
-        "tie_word_embeddings": "tied_embeddings",
-        "attention_dropout": "dropout",
-        "hidden_dropout": "dropout",
-        "initializer_range": "init_std",
-        "layer_norm_eps": "layer_norm_epsilon",
-        "rotary_emb_base": "rotary_base",
-    },
-    parts={"positions": "rotary"},
+    parts={"positions": "rotary", "rotary_scaling": None},
     names={
         "embedding": "gpt_neox.embed_in",
         "blocks.N.attention_norm": "gpt_neox.layers.N.input_layernorm",
@@ -295,37 +444,28 @@ _GPT_NEOX = Family(
         "final_norm": "gpt_neox.final_layer_norm",
         "head": "embed_out",
     },
-    prefix="gpt_neox.",
-    no_weight=r"gpt_neox\.layers\.[0-9]+\.attention\.(masked_)?bias"
-    r"|gpt_neox\.layers\.[0-9]+\.attention\.rotary_emb\.inv_freq",
     interleaves=True,
     absent={"hidden_act": "gelu", "use_parallel_residual": True, "rotary_pct": 0.25},
 )
 _QWEN3 = Family(
     architecture="Qwen3ForCausalLM",
     config=Qwen3Config,
-    keys=_ROTARY_KEYS,
     parts={**LLAMA.parts, "query_key_norm": "head"},
     names={
         **LLAMA.names,
         "blocks.N.attention.query_norm": "model.layers.N.self_attn.q_norm",
         "blocks.N.attention.key_norm": "model.layers.N.self_attn.k_norm",
     },
-    prefix="model.",
-    no_weight=LLAMA.no_weight,
 )
 _OLMO2 = Family(
     architecture="Olmo2ForCausalLM",
     config=Olmo2Config,
-    keys=_ROTARY_KEYS,
     parts={**LLAMA.parts, "query_key_norm": "all", "norm_place": "after"},
     names={
         **_QWEN3.names,
         "blocks.N.attention_norm": "model.layers.N.post_attention_layernorm",
         "blocks.N.mlp_norm": "model.layers.N.post_feedforward_layernorm",
     },
-    prefix="model.",
-    no_weight=LLAMA.no_weight,
 )
 FAMILIES = (GPT2, _GPT_NEOX, _QWEN3, _OLMO2, LLAMA)
 SUPPORTED = ", ".join(sorted(family.architecture for family in FAMILIES))

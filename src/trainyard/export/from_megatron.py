@@ -42,9 +42,14 @@ from trainyard.export.megatron import (
     read_arguments,
     vocabulary_size_of,
 )
-from trainyard.export.run_folder import build_run, load_fitting, require_new, write_run_folder
-from trainyard.export.stream import outline
-from trainyard.export.torch_file import Contents, open_torch_file, read_tensor
+from trainyard.export.run_folder import (
+    build_run,
+    load_fitting,
+    outline,
+    require_new,
+    write_run_folder,
+)
+from trainyard.export.torch_file import Contents, TensorInFile, open_torch_file
 from trainyard.files import open_file
 
 logger = logging.getLogger("trainyard")
@@ -87,15 +92,7 @@ class _Grid:
         return name if is_embedding else f"layers.0.{name}"
 
 
-@dataclass(frozen=True)
-class _Source:
-    """A tensor rank's shard of a parameter."""
-
-    path: Path
-    tensor: Tensor
-
-
-_Sources = dict[str, list[_Source]]
+_Sources = dict[str, list[TensorInFile]]
 """By our names: the shards of all tensor ranks."""
 
 
@@ -165,12 +162,12 @@ class _Weights:
         layer = find_layer(self.model, name)
         dimension = layer.parameters[name].dimension
         if dimension is None:
-            return whole.copy_(read_tensor(sources[0].path, sources[0].tensor))
+            return whole.copy_(sources[0].read())
         start = 0
         end = self.model.vocabulary_size if layer.sharding == "vocabulary" else len(whole)
         limit = end if dimension == 0 else whole.shape[dimension]
         for source in sources:
-            part = read_tensor(source.path, source.tensor)
+            part = source.read()
             if layer.fused[1]:
                 part = our_row_order(part, layer, self.version, len(sources))
             length = max(0, min(part.shape[dimension], limit - start))
@@ -184,11 +181,9 @@ class _Weights:
         """Checks that the last stage's tied embedding equals the first's."""
         pairs = zip(self.sources["embedding.weight"], self.sources["head.weight"], strict=True)
         for first, last in pairs:
-            if not torch.equal(
-                read_tensor(first.path, first.tensor), read_tensor(last.path, last.tensor)
-            ):
+            if not torch.equal(first.read(), last.read()):
                 raise CheckpointError(
-                    f"the output layer in {last.path} is not the embedding in {first.path}, "
+                    f"the output layer in {last.file} is not the embedding in {first.file}, "
                     "but args.untie_embeddings_and_output_weights is off",
                     _OTHER_MODEL,
                 )
@@ -311,13 +306,10 @@ def _name_tensors(grid: _Grid, contents: Mapping[Path, Contents], n_layers: int)
     """Maps every tensor to our name, with layers numbered through the whole model."""
     sources: _Sources = {}
     first_block = 0
-    for row in _pieces(grid, contents):
-        names = [_our_names(path, piece, grid) for path, piece in row]
+    for paths, ranks in _pieces(grid, contents):
+        names = [_our_names(rank, grid) for rank in ranks]
         if any(other.keys() != names[0].keys() for other in names):
-            raise CheckpointError(
-                f"{row[0][0]} and {row[-1][0]} hold different tensors",
-                _WHOLE,
-            )
+            raise CheckpointError(f"{paths[0]} and {paths[-1]} hold different tensors", _WHOLE)
         n_blocks = 0
         for name in names[0]:
             number = re.match(r"blocks\.([0-9]+)\.", name)
@@ -327,7 +319,7 @@ def _name_tensors(grid: _Grid, contents: Mapping[Path, Contents], n_layers: int)
             else:  # the copy of a tied embedding on the last stage
                 ours = "head.weight" if name == "embedding.weight" and name in sources else name
             if ours in sources and ours != "positions.weight":
-                raise CheckpointError(f"{row[0][0]} repeats {name}", _OTHER_MODEL)
+                raise CheckpointError(f"{paths[0]} repeats {name}", _OTHER_MODEL)
             sources.setdefault(ours, [of_rank[name] for of_rank in names])
         first_block += n_blocks
     if first_block != n_layers:
@@ -338,39 +330,35 @@ def _name_tensors(grid: _Grid, contents: Mapping[Path, Contents], n_layers: int)
     return sources
 
 
-_Piece = dict[str, Tensor]
+_Piece = dict[str, TensorInFile]
 
 
-def _pieces(grid: _Grid, contents: Mapping[Path, Contents]) -> list[list[tuple[Path, _Piece]]]:
+def _pieces(
+    grid: _Grid, contents: Mapping[Path, Contents]
+) -> list[tuple[list[Path], list[_Piece]]]:
     """Lists by piece of the model, in order, the file and the tensors of each tensor rank."""
-    chunks: dict[str, list[list[tuple[Path, _Piece]]]] = {}
-    for row in grid.files:
-        of_row: dict[str, list[tuple[Path, _Piece]]] = {}
-        for path in row:
-            piece: dict[str, _Piece] = {}
+    pieces: dict[tuple[int, int], list[_Piece]] = {}
+    for index, row in enumerate(grid.files):
+        for rank, path in enumerate(row):
             for name, tensor in contents[path].tensors.items():
                 if not name.endswith(_NO_WEIGHTS):
-                    chunk = re.match(r"model([0-9]*)\.", name)
-                    piece.setdefault(chunk[1] if chunk else "", {})[name] = tensor
-            for chunk_number, tensors in piece.items():
-                of_row.setdefault(chunk_number, []).append((path, tensors))
-        for chunk_number, ranks in of_row.items():
-            chunks.setdefault(chunk_number, []).append(ranks)
-    in_order = sorted(chunks, key=lambda number: int(number or 0))
-    return [ranks for number in in_order for ranks in chunks[number]]
+                    chunk = re.match(r"model([0-9]+)\.", name)
+                    place = (int(chunk[1]) if chunk else 0, index)
+                    pieces.setdefault(place, [{} for _ in row])[rank][name] = tensor
+    return [(grid.files[place[1]], pieces[place]) for place in sorted(pieces)]
 
 
-def _our_names(path: Path, piece: _Piece, grid: _Grid) -> dict[str, _Source]:
-    found: dict[str, _Source] = {}
+def _our_names(piece: _Piece, grid: _Grid) -> _Piece:
+    found: _Piece = {}
     for name, tensor in piece.items():
         ours = our_name(grid.full_name(name))
         if ours is None or ours in found:
             which = "which our GPT lacks" if ours is None else f"a second one for {ours}"
             raise CheckpointError(
-                f"{path} has the tensor {name!r}, {which}",
+                f"{tensor.file} has the tensor {name!r}, {which}",
                 "its model computes something that ours does not",
             )
-        found[ours] = _Source(path, tensor)
+        found[ours] = tensor
     return found
 
 
@@ -398,7 +386,7 @@ def _check_tensors(sources: _Sources, model: Model, n_rows: int, grid: _Grid) ->
         for source in sources[name]:
             if source.tensor.shape != shape:
                 raise CheckpointError(
-                    f"the part of {name} in {source.path} has shape {list(source.tensor.shape)}; "
+                    f"the part of {name} in {source.file} has shape {list(source.tensor.shape)}; "
                     f"its arguments say {list(shape)}",
                     _OTHER_MODEL,
                 )

@@ -160,32 +160,21 @@ def _check_together(given: Mapping[str, Any]) -> None:
     experts, heads = given.get("num_experts"), given.get("num_attention_heads")
     bases = [given[name] for name in ("rotary_base", "rope_theta") if given.get(name)]
     has_other_gelu = not given.get("bias_gelu_fusion", True) and not given.get("openai_gelu")
-    for is_wrong, problem in (
-        (
-            given.get("group_query_attention") and not given.get("num_query_groups"),
-            "group_query_attention without num_query_groups",
+    counts = experts if isinstance(experts, list) else [experts]
+    key_heads = given.get("num_key_value_heads")
+    problems = {
+        "group_query_attention without num_query_groups": given.get("group_query_attention")
+        and not given.get("num_query_groups"),
+        "bias_gelu_fusion and openai_gelu are off, so its GELU is exact; ours is the tanh "
+        "approximation, as with either option": has_other_gelu and not given.get("swiglu"),
+        f"rotary_base and rope_theta are {bases}": bases[1:] not in ([], bases[:1]),
+        f"num_key_value_heads={key_heads} are not {heads}": key_heads not in (None, heads),
+        f"num_experts={experts}; our models have no experts": any(
+            count not in (None, 0, 1) for count in counts
         ),
-        (
-            has_other_gelu and not given.get("swiglu"),
-            "bias_gelu_fusion and openai_gelu are off, so its GELU is exact; "
-            "ours is the tanh approximation, as with either option",
-        ),
-        (
-            len(bases) == 2 and bases[0] != bases[1],
-            f"rotary_base={given.get('rotary_base')} and rope_theta={given.get('rope_theta')}",
-        ),
-        (
-            given.get("num_key_value_heads") not in (None, heads),
-            f"num_key_value_heads={given.get('num_key_value_heads')} are not {heads}",
-        ),
-        (
-            any(
-                n not in (None, 0, 1) for n in (experts if isinstance(experts, list) else [experts])
-            ),
-            f"num_experts={experts}; our models have no experts",
-        ),
-    ):
-        if is_wrong:
+    }
+    for problem, is_found in problems.items():
+        if is_found:
             raise ConfigError(f"args.{problem}", "our models have no other option of that name")
 
 

@@ -1,32 +1,60 @@
-"""Builds a run folder from imported weights, for further training.
+"""Writes weights in other layouts, one tensor at a time: run folders, and files of safetensors.
 
 runs/gpt2/
   run.toml                          the model's shape; the user adds data and schedule
   tokenizer/tokenizer.json          if there is one
   checkpoints/step-00000000/        the weights; moments start from zero
+
+Only the largest tensor and the copies of its conversion need memory. An outline describes a future
+tensor: its dtype and shape on the device "meta".
+
+    outlines  {"model.embedding.weight": meta (50304, 768), ...}
+    make      "model.embedding.weight" -> its values, read and converted on demand
 """
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
+from typing import IO
 
+import torch
 from torch import Tensor
 
-from trainyard.checkpoint.format import Facts
-from trainyard.checkpoint.save import require_space
+from trainyard.checkpoint.format import (
+    MANIFEST,
+    Facts,
+    Manifest,
+    StoredFile,
+    StoredTensor,
+    header_sha256,
+    render_manifest,
+    step_folder_name,
+)
+from trainyard.checkpoint.save import describe_part, require_space, write_tokenizer
+from trainyard.checkpoint.shard import checksum_values, split_in_shards
 from trainyard.config.load import render_run
 from trainyard.config.run import Model, Run, TokenizerChoice
 from trainyard.data.vocabulary import Vocabulary, load_vocabulary
 from trainyard.errors import CheckpointError, DataError, MachineError
-from trainyard.export.stream import Make, write_weights
+from trainyard.files import flush
+from trainyard.parallel.placement import whole
 from trainyard.training.run_folder import TOKENIZER_FOLDER, write_tokenizer_folder
 
+Make = Callable[[str], Tensor]
+
 _LONGEST_NAME = 255 - len("..partial")
+_CODE_OF = {torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16"}
+
+
+def outline(shapes: Mapping[str, tuple[int, ...]], dtype: torch.dtype) -> dict[str, Tensor]:
+    """Describes tensors of one type without their values."""
+    return {name: torch.empty(shape, dtype=dtype, device="meta") for name, shape in shapes.items()}
 
 
 def require_new(output: Path) -> None:
@@ -105,16 +133,70 @@ def write_run_folder(
         MachineError: `output` cannot be written.
     """
     facts = Facts(step=0, consumed_sequences=0, consumed_tokens=0, run=run.model_dump(mode="json"))
+    tensors: dict[str, StoredTensor] = {}
+    files: dict[str, StoredFile] = {}
+    shards = split_in_shards({f"model.{name}": tensor for name, tensor in outlines.items()})
+    folder = Path("checkpoints") / step_folder_name(facts.step)
     with new_folder(output) as partial:
         require_space(partial, sum(tensor.nbytes for tensor in outlines.values()))
-        checkpoint = write_weights(
-            partial / "checkpoints",
-            facts,
-            {f"model.{name}": tensor for name, tensor in outlines.items()},
-            lambda name: make(name.removeprefix("model.")),
-            vocabulary,
-        )
+        (partial / folder).mkdir(parents=True)
+        for index, shard in enumerate(shards):
+            name = f"model-{index:05d}-of-{len(shards):05d}.safetensors"
+            path = partial / folder / name
+            checksums = write_tensors(path, shard, lambda name: make(name.removeprefix("model.")))
+            for tensor, checksum in checksums.items():
+                place = whole(shard[tensor].shape)
+                tensors[tensor] = describe_part(shard[tensor], place, name, checksum)
+            files[name] = StoredFile(n_bytes=path.stat().st_size, header_sha256=header_sha256(path))
+        tokenizer = write_tokenizer(partial / folder, vocabulary)
+        manifest = Manifest(**dict(facts), tensors=tensors, files=files, tokenizer=tokenizer)
+        (partial / folder / MANIFEST).write_bytes(render_manifest(manifest))
+        flush(partial / folder / MANIFEST)
+        flush(partial / folder)
         (partial / "run.toml").write_text(render_run(run), encoding="utf-8")
         if vocabulary:
             write_tokenizer_folder(partial, vocabulary)
-    return output / checkpoint.relative_to(partial)
+    return output / folder
+
+
+def write_tensors(path: Path, outlines: Mapping[str, Tensor], make: Make) -> dict[str, str]:
+    """Writes and flushes one safetensors file; returns the checksum of each tensor's values.
+
+    Args:
+        path: the file.
+        outlines: by name, in the order of the file.
+        make: returns the values, of any dtype, in the outline's shape.
+    """
+    header: dict[str, object] = {"__metadata__": {"format": "pt"}}  # required by transformers
+    end = 0
+    for name, tensor in outlines.items():
+        begin, end = end, end + tensor.nbytes
+        header[name] = {
+            "dtype": _CODE_OF[tensor.dtype],
+            "shape": list(tensor.shape),
+            "data_offsets": [begin, end],
+        }
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    checksums = {}
+    with path.open("wb") as file:
+        file.write(len(text).to_bytes(8, "little") + text)
+        for name, like in outlines.items():
+            checksums[name] = _write_values(file, name, like, make)
+        file.flush()
+        os.fsync(file.fileno())
+    return checksums
+
+
+def _write_values(file: IO[bytes], name: str, like: Tensor, make: Make) -> str:
+    """Writes one tensor, freed before the next one; returns its checksum."""
+    tensor = make(name).to(like.dtype).contiguous()
+    assert tensor.shape == like.shape, (name, tensor.shape, like.shape)
+    if not all(map(torch.isfinite, tensor.aminmax())):
+        dtype = str(like.dtype).removeprefix("torch.")
+        raise CheckpointError(
+            f"tensor {name!r} has values that are not finite in {dtype}",
+            "take an earlier checkpoint" + (", or --dtype bfloat16" if dtype == "float16" else ""),
+        )
+    file.write(tensor.reshape(-1).view(torch.uint8).numpy().data)
+    return checksum_values(tensor)

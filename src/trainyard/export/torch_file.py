@@ -72,6 +72,31 @@ _NAMES_OF_PACKAGES = re.compile(rb"c((?:megatron|deepspeed|fp16\.loss_scaler)\.?
 
 
 @dataclass(frozen=True)
+class TensorInFile:
+    """A tensor of a file, whose values are read on demand."""
+
+    file: Path
+    tensor: Tensor
+    """On the device "meta", unless its file was loaded whole."""
+
+    def read(self) -> Tensor:
+        """Reads the values.
+
+        Raises:
+            CheckpointError: the file cannot be read, or ends before its values.
+        """
+        like = self.tensor
+        if not like.is_meta:
+            return like
+        n_values = _extent(like)
+        start = _begin(like) + int(like.storage_offset()) * like.itemsize
+        values = torch.empty(n_values, dtype=like.dtype)
+        place = Values(self.file, like.dtype, (n_values,), start, n_values * like.itemsize)
+        read_values(place, into=values)
+        return values.as_strided(like.shape, like.stride())
+
+
+@dataclass(frozen=True)
 class Contents:
     """What a checkpoint's file holds."""
 
@@ -79,8 +104,8 @@ class Contents:
     """Numbers, booleans, text and lists of them; text for others."""
     iteration: Any
     version: Any
-    tensors: dict[str, Tensor]
-    """By path: keys joined by dots. For `read_tensor`: most are on the device "meta"."""
+    tensors: dict[str, TensorInFile]
+    """By path: keys joined by dots."""
 
 
 def open_torch_file(path: Path) -> Contents:
@@ -104,7 +129,7 @@ def open_torch_file(path: Path) -> Contents:
             {str(name): _plain(value) for name, value in arguments.items()},
             _plain(tree.get("iteration")),
             _plain(tree.get("checkpoint_version", 0)),
-            _find_tensors(tree, entries),
+            {name: TensorInFile(path, t) for name, t in _find_tensors(tree, entries).items()},
         )
     except CheckpointError:
         raise
@@ -119,22 +144,6 @@ def open_torch_file(path: Path) -> Contents:
             f"{path} cannot be read: {problem}",
             "it is damaged, or was not written by Megatron; none of its code was run",
         ) from None
-
-
-def read_tensor(path: Path, stored: Tensor) -> Tensor:
-    """Reads the values of a tensor.
-
-    Raises:
-        CheckpointError: the file cannot be read, or ends before its values.
-    """
-    if not stored.is_meta:
-        return stored
-    n_values = _extent(stored)
-    start = _begin(stored) + int(stored.storage_offset()) * stored.itemsize
-    values = torch.empty(n_values, dtype=stored.dtype)
-    n_bytes = n_values * stored.itemsize
-    read_values(Values(path, stored.dtype, (n_values,), start, n_bytes), into=values)
-    return values.as_strided(stored.shape, stored.stride())
 
 
 def _load(path: Path) -> tuple[Any, list[zipfile.ZipInfo]]:
