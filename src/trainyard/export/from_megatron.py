@@ -25,13 +25,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from trainyard.architecture import (
-    find_layer,
-    padded_vocabulary_size,
-    parameter_shapes,
-    shapes_of,
-    stage_layers,
-)
+from trainyard.architecture import find_layer, shapes_of, stage_layers
 from trainyard.config.run import Model
 from trainyard.errors import CheckpointError
 from trainyard.export.foreign import refuse_foreign
@@ -42,13 +36,7 @@ from trainyard.export.megatron import (
     read_arguments,
     vocabulary_size_of,
 )
-from trainyard.export.run_folder import (
-    build_run,
-    load_fitting,
-    outline,
-    require_new,
-    write_run_folder,
-)
+from trainyard.export.run_folder import load_fitting, require_new, write_run_folder
 from trainyard.export.torch_file import Contents, TensorInFile, open_torch_file
 from trainyard.files import open_file
 
@@ -119,7 +107,7 @@ def import_megatron(folder: Path, output: Path, tokenizer: str = "") -> Path:
     version = _version(settings, grid)
     sources = _name_tensors(grid, contents, fields["model.n_layers"])
     tensor = len(grid.files[0])
-    n_rows_theirs = tensor * _rows(sources, grid)
+    n_rows_theirs = tensor * next(iter(sources["embedding.weight"][0].tensor.shape), 0)
     vocabulary_size = vocabulary_size_of(settings.arguments, n_rows_theirs, tensor)
     if vocabulary_size is None:
         vocabulary_size = n_rows_theirs
@@ -138,29 +126,26 @@ def import_megatron(folder: Path, output: Path, tokenizer: str = "") -> Path:
             "no Megatron wrote query groups before version 2.0",
         )
     _check_tensors(sources, model, n_rows_theirs, grid)
-    shapes = parameter_shapes(model, padded_vocabulary_size(model))
-    weights = _Weights(sources, model, shapes, version)
+    weights = _Weights(sources, model, version)
     if model.tied_embeddings and "head.weight" in sources:
         weights.require_equal_head()
     description = f"Imported from {grid.folder.name} of {grid.folder.parent.name}."
     vocabulary = load_fitting(tokenizer, model) if tokenizer else None
-    run = build_run(output, model, description, has_tokenizer=vocabulary is not None)
-    return write_run_folder(output, run, vocabulary, outline(shapes, torch.float32), weights.make)
+    return write_run_folder(output, model, description, vocabulary, weights.make)
 
 
 @dataclass(frozen=True)
 class _Weights:
     sources: _Sources
     model: Model
-    shapes: Mapping[str, tuple[int, ...]]
     version: float
 
     def make(self, name: str) -> Tensor:
         """Assembles a parameter from the shards of all tensor ranks, in fp32."""
-        whole = torch.zeros(self.shapes[name])
         sources = self.sources[name]
         layer = find_layer(self.model, name)
-        dimension = layer.parameters[name].dimension
+        parameter = layer.parameters[name]
+        whole, dimension = torch.zeros(parameter.shape), parameter.dimension
         if dimension is None:
             return whole.copy_(sources[0].read())
         start = 0
@@ -284,10 +269,7 @@ def _describe(grid: _Grid) -> tuple[Contents, dict[Path, Contents]]:
     }
     if len(iterations) > 1:
         places = ", ".join(f"{path} of {number}" for number, path in iterations.items())
-        raise CheckpointError(
-            f"files are from different iterations: {places}",
-            _WHOLE,
-        )
+        raise CheckpointError(f"files are from different iterations: {places}", _WHOLE)
     return contents[grid.settings], contents
 
 
@@ -323,10 +305,10 @@ def _name_tensors(grid: _Grid, contents: Mapping[Path, Contents], n_layers: int)
             sources.setdefault(ours, [of_rank[name] for of_rank in names])
         first_block += n_blocks
     if first_block != n_layers:
-        raise CheckpointError(
-            f"{grid.folder} holds {first_block} layers; args.num_layers is {n_layers}",
-            _WHOLE,
-        )
+        problem = f"{grid.folder} holds {first_block} layers; args.num_layers is {n_layers}"
+        raise CheckpointError(problem, _WHOLE)
+    if "embedding.weight" not in sources:
+        raise CheckpointError(f"{grid.folder} has no word embeddings", _OTHER_MODEL)
     return sources
 
 
@@ -360,14 +342,6 @@ def _our_names(piece: _Piece, grid: _Grid) -> _Piece:
             )
         found[ours] = tensor
     return found
-
-
-def _rows(sources: _Sources, grid: _Grid) -> int:
-    """Counts the rows of the embedding on each tensor rank."""
-    if "embedding.weight" not in sources:
-        raise CheckpointError(f"{grid.folder} has no word embeddings", _OTHER_MODEL)
-    shape = sources["embedding.weight"][0].tensor.shape
-    return shape[0] if shape else 0
 
 
 def _check_tensors(sources: _Sources, model: Model, n_rows: int, grid: _Grid) -> None:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Iterable
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -36,7 +35,6 @@ from trainyard.export.families import (
 from trainyard.export.foreign import refuse_foreign
 from trainyard.export.run_folder import (
     Make,
-    build_run,
     load_fitting,
     new_folder,
     outline,
@@ -243,16 +241,13 @@ def import_huggingface(folder: Path, output: Path, tokenizer: str = "") -> Path:
     family, model = read_config(_read_text(folder / CONFIG), str(folder / CONFIG))
     n_rows = padded_vocabulary_size(model)
     vocabulary = load_fitting(tokenizer, model) if tokenizer else _load_own(folder, model)
-    description = f"Imported from {folder.name}."
-    run = build_run(output, model, description, has_tokenizer=vocabulary is not None)
     stored = _find_tensors(folder, family, model, n_rows)
 
     def make(name: str) -> Tensor:
         parts = [_read_tensor(values).float() for values in stored[name]]
         return family.from_theirs(name, parts, model, n_rows)
 
-    outlines = outline(parameter_shapes(model, n_rows), torch.float32)
-    return write_run_folder(output, run, vocabulary, outlines, make)
+    return write_run_folder(output, model, f"Imported from {folder.name}.", vocabulary, make)
 
 
 def _load_own(folder: Path, model: Model) -> Vocabulary | None:
@@ -335,7 +330,12 @@ def _find_tensors(
         found[name] = [theirs.pop(their) for their in wanted]
     if model.tied_embeddings and family.head in theirs:
         _require_equal_head(folder, family, theirs, found["embedding.weight"][0])
-    _refuse_the_rest(folder, family, theirs)
+    if unknown := sorted(name for name in theirs if not BUFFERS.fullmatch(name)):
+        raise CheckpointError(
+            f"{folder} has {len(unknown)} tensors that no {family.architecture} has: "
+            f"{', '.join(unknown[:3])}",
+            "merge adapters into the weights before importing",
+        )
     return found
 
 
@@ -348,16 +348,6 @@ def _require_equal_head(
         raise CheckpointError(
             f"{family.head!r} in {folder} is not the embedding, but its config.json ties them",
             "tie_word_embeddings: false in that file keeps both",
-        )
-
-
-def _refuse_the_rest(folder: Path, family: Family, names: Iterable[str]) -> None:
-    unknown = sorted(name for name in names if not BUFFERS.fullmatch(name))
-    if unknown:
-        raise CheckpointError(
-            f"{folder} has {len(unknown)} tensors that no {family.architecture} has: "
-            f"{', '.join(unknown[:3])}",
-            "merge adapters into the weights before importing",
         )
 
 

@@ -26,6 +26,7 @@ from typing import IO
 import torch
 from torch import Tensor
 
+from trainyard.architecture import padded_vocabulary_size, parameter_shapes
 from trainyard.checkpoint.format import (
     MANIFEST,
     Facts,
@@ -106,36 +107,30 @@ def load_fitting(source: str | Path, model: Model) -> Vocabulary:
     return vocabulary
 
 
-def build_run(output: Path, model: Model, description: str, *, has_tokenizer: bool) -> Run:
-    """Builds the run: its model, and defaults elsewhere."""
-    name = re.sub(r"[^A-Za-z0-9._-]", "-", output.name).lstrip("._-")[:100] or "imported"
-    tokenizer = TokenizerChoice(path=str(output / TOKENIZER_FOLDER) if has_tokenizer else "")
-    return Run(name=name, description=description, model=model, tokenizer=tokenizer)
-
-
 def write_run_folder(
-    output: Path,
-    run: Run,
-    vocabulary: Vocabulary | None,
-    outlines: Mapping[str, Tensor],
-    make: Make,
+    output: Path, model: Model, description: str, vocabulary: Vocabulary | None, make: Make
 ) -> Path:
     """Writes a run folder atomically; returns its checkpoint.
 
     Args:
         output: the folder to create.
-        run: from `build_run`.
+        model: of the run, which has defaults elsewhere.
+        description: of the run.
         vocabulary: of its tokenizer.
-        outlines: of the parameters, named as in the model.
-        make: returns their values.
+        make: returns the values of a parameter, named as in the model.
 
     Raises:
         MachineError: `output` cannot be written.
     """
+    name = re.sub(r"[^A-Za-z0-9._-]", "-", output.name).lstrip("._-")[:100] or "imported"
+    tokenizer = TokenizerChoice(path=str(output / TOKENIZER_FOLDER) if vocabulary else "")
+    run = Run(name=name, description=description, model=model, tokenizer=tokenizer)
+    shapes = parameter_shapes(model, padded_vocabulary_size(model))
+    outlines = outline({f"model.{name}": shape for name, shape in shapes.items()}, torch.float32)
     facts = Facts(step=0, consumed_sequences=0, consumed_tokens=0, run=run.model_dump(mode="json"))
     tensors: dict[str, StoredTensor] = {}
     files: dict[str, StoredFile] = {}
-    shards = split_in_shards({f"model.{name}": tensor for name, tensor in outlines.items()})
+    shards = split_in_shards(outlines)
     folder = Path("checkpoints") / step_folder_name(facts.step)
     with new_folder(output) as partial:
         require_space(partial, sum(tensor.nbytes for tensor in outlines.values()))
@@ -148,8 +143,8 @@ def write_run_folder(
                 place = whole(shard[tensor].shape)
                 tensors[tensor] = describe_part(shard[tensor], place, name, checksum)
             files[name] = StoredFile(n_bytes=path.stat().st_size, header_sha256=header_sha256(path))
-        tokenizer = write_tokenizer(partial / folder, vocabulary)
-        manifest = Manifest(**dict(facts), tensors=tensors, files=files, tokenizer=tokenizer)
+        copy = write_tokenizer(partial / folder, vocabulary)
+        manifest = Manifest(**dict(facts), tensors=tensors, files=files, tokenizer=copy)
         (partial / folder / MANIFEST).write_bytes(render_manifest(manifest))
         flush(partial / folder / MANIFEST)
         flush(partial / folder)
