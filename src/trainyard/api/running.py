@@ -374,7 +374,7 @@ def convert_start(run: Run, folder: Path) -> None:
     from trainyard.export.foreign import refuse_foreign
 
     if is_huggingface(run.train.start_from):
-        from trainyard.export.from_huggingface import import_huggingface
+        from trainyard.export.huggingface import import_huggingface
 
         shutil.rmtree(folder / CONVERTED, ignore_errors=True)
         import_huggingface(Path(run.train.start_from), folder / CONVERTED)
