@@ -101,7 +101,6 @@ class WorkFolder:
         self.parts = path / "parts"
         self.scratch = path / "scratch" / worker
         self._stale_seconds = stale_seconds
-        self._before: frozenset[str] = frozenset()
         # By process: what it wrote last, and when that was first seen.
         self._seen: dict[str, tuple[bytes, float]] = {}
 
@@ -167,7 +166,6 @@ class WorkFolder:
         """Announces this process; to be called before it claims."""
         self.scratch.mkdir(exist_ok=True)
         self.beat(WorkerState(started=time.time()))
-        self._before = frozenset(self.list_names("done"))
 
     def leave(self) -> None:
         """Removes this process's scratch folder, if it still exists."""
@@ -184,10 +182,6 @@ class WorkFolder:
     def is_done(self, piece: str) -> bool:
         """Returns whether a piece is finished."""
         return (self.path / "done" / piece).exists()
-
-    def is_of_before(self, piece: str) -> bool:
-        """Returns whether a piece was done before this process joined, or no longer is."""
-        return piece in self._before or not self.is_done(piece)
 
     def redo(self, piece: str) -> None:
         """Makes a finished piece unfinished again."""

@@ -68,6 +68,7 @@ class CorpusWorker:
         self._vocabulary = vocabulary
         self._state = WorkerState(started=time.time())
         self._units, self._compares, self._joins = plan.stages
+        self._done_before: set[str] = set()
         self._sound: set[tuple[str, bool]] = set()
 
     @cached_property
@@ -87,6 +88,7 @@ class CorpusWorker:
         heart = threading.Thread(target=self._beat, args=(ended, on_beat), daemon=True)
         try:
             self._folder.join()
+            self._done_before = set(self._folder.list_names("done"))
             for piece, output in zip(self._joins, self._plan.outputs, strict=True):
                 if self._folder.is_done(piece) and not self._plan.is_made(output):
                     self._put_back(piece)
@@ -213,7 +215,8 @@ class CorpusWorker:
         """
         bad = []
         for piece in pieces:
-            if (piece, with_tokens) in self._sound or not self._folder.is_of_before(piece):
+            is_new = piece not in self._done_before and self._folder.is_done(piece)
+            if is_new or (piece, with_tokens) in self._sound:
                 continue
             if self._is_sound(piece, with_tokens=with_tokens):
                 self._sound.add((piece, with_tokens))
