@@ -114,9 +114,9 @@ def commands_page() -> str:
 
 
 def _verbs(command: Any, above: tuple[str, ...]) -> Iterator[tuple[str, ...]]:
-    for name, verb in getattr(command, "commands", {}).items():
+    for name in getattr(command, "commands", ()):
         yield (*above, name)
-        yield from _verbs(verb, (*above, name))
+        yield from _verbs(command.get_command(None, name), (*above, name))
 
 
 FLAGS_HEAD = """# Flags of Megatron-LM

@@ -118,8 +118,8 @@ class Fault:
             self._come_to("reading", path)
             load(path, *arguments)
 
-        def noted_build(parallel_model: ParallelModel, *arguments: Any) -> None:
-            build(parallel_model, *arguments)
+        def noted_build(parallel_model: ParallelModel, *arguments: Any, **named: Any) -> None:
+            build(parallel_model, *arguments, **named)
             self.parallel_model = parallel_model
 
         torch.Tensor.backward = noted_backward  # type: ignore[method-assign]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import threading
 from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
@@ -16,7 +17,7 @@ import numpy as np
 import pytest
 from tests.command import Fork
 from tests.data.families import ENDS, TEXTS, build_content, load_reference, write_folder
-from tests.waiting import wait_until
+from tests.waiting import WATCHDOG_SECONDS, wait_until
 
 from trainyard.config.corpus import Corpus, output_prefixes
 from trainyard.corpus.preparation import worker
@@ -29,7 +30,7 @@ from trainyard.corpus.preparation.prepare import (
     work_path,
 )
 from trainyard.corpus.preparation.unit import UnitWorker
-from trainyard.corpus.preparation.work_folder import Progress, name_process
+from trainyard.corpus.preparation.work_folder import Progress, WorkFolder, name_process
 from trainyard.corpus.preparation.worker import CorpusWorker
 from trainyard.corpus.sources import Segment
 from trainyard.data.indexed import IndexedDataset
@@ -601,9 +602,23 @@ def test_an_empty_corpus_publishes_nothing(
 
 def test_progress_is_told(corpus: Corpus, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(worker, "BEAT_SECONDS", 0.001)
+    monkeypatch.setattr("trainyard.corpus.preparation.prepare.STATES_PER_SECOND", 1000)
     (tmp_path / "in/e.jsonl").write_bytes(lines(["the cat sat " * 50] * 5000))
     seen: list[Progress] = []
-    sidecar = run(corpus, unit_bytes=50_000, on_progress=seen.append)
+    told, finish = threading.Event(), WorkFolder.finish
+
+    def note(progress: Progress) -> None:
+        seen.append(progress)
+        told.set()
+
+    def finish_and_wait(folder: WorkFolder, piece: str, result: bytes) -> None:
+        finish(folder, piece, result)
+        if len(seen) < 4:
+            told.clear()
+            assert told.wait(WATCHDOG_SECONDS)
+
+    monkeypatch.setattr(WorkFolder, "finish", finish_and_wait)
+    sidecar = run(corpus, unit_bytes=50_000, on_progress=note)
     total = sum(record.size_bytes for record in sidecar.sources)
     assert {progress.total_bytes for progress in seen} == {total}
     assert seen[-1].units_done > seen[0].units_done
