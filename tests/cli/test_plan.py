@@ -130,6 +130,11 @@ def test_what_does_not_fit_is_refused_with_what_would(capsys: pytest.CaptureFixt
             "6 ranks cannot be divided by parallel.tensor=4",
             "nearest that works: 4 ranks; --search lists the layouts that fit",
         ),
+        (
+            ["--gpu", "h100", "--gpus", "5000", "train.global_batch_size=2"],
+            "train.global_batch_size=2 cannot be divided",
+            "trainyard plan --search lists layouts of 5,000 ranks, if any",
+        ),
     ],
 )
 def test_refusals(arguments: list[str], problem: str, hint: str) -> None:

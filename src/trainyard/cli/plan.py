@@ -114,7 +114,8 @@ def plan(
         try:
             report = build_report(loaded.run, machine, n_devices, speeds, price)
         except ConfigError as error:
-            more = "; --search lists the layouts that fit" if machine else ""
+            knows = machine is None or "--search" in error.hint
+            more = "" if knows else "; --search lists the layouts that fit"
             raise ConfigError(error.problem, error.hint + more) from None
         _print(report, picture, as_json=as_json)
 
