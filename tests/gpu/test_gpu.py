@@ -220,7 +220,7 @@ def test_a_full_gpu_is_one_message(tmp_path: Path) -> None:
             run_worker(folder)
     finally:
         torch.cuda.set_per_process_memory_fraction(1.0)
-    assert found.value.hint.startswith("train.micro_batch_size=2, or ")
+    assert found.value.hint.startswith("train.micro_batch_size=1, or ")
 
 
 @pytest.mark.filterwarnings("default")
