@@ -204,13 +204,12 @@ def refuse(report: Report) -> None:
     if report.fits:
         return
     assert report.machine is not None
-    spare = report.spare_bytes or 0
     if report.remedies:
         hint = f"cheapest change that makes it fit: {report.remedies[0].change}"
     else:
         hint = "no tested change makes it fit: use a smaller model or larger devices"
     raise MachineError(
-        f"{report.run.name} does not fit: {format_bytes(-spare)} more than "
+        f"{report.run.name} does not fit: {format_bytes(-(report.spare_bytes or 0))} more than "
         f"{with_article(report.machine.device.name)} has",
         hint,
     )
