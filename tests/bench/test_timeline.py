@@ -133,8 +133,8 @@ def profile_ours(build: Build, folder: Path, step: Callable[[OurTraining], objec
 def test_a_step_reads_nothing_that_the_host_does_not_have(build: Build, tmp_path: Path) -> None:
     found = profile_ours(build, tmp_path, OurTraining.step)
     places = found["host_reads_per_step"]
-    # The gradient that the loss gets, only where it is on the CPU; the labels of the batch, which
-    # is there too. On a GPU neither waits. torch 2.11 places the former in the forward pass.
+    # On a CPU, the loss reads the gradient that it gets, and the labels of the batch; on a GPU
+    # neither waits. torch 2.11 reads the gradient in the forward pass.
     allowed = {
         "trainyard/model/loss.py": ("backward", "summed_cross_entropy"),
         "trainyard/training/step.py": ("compute_gradients",),

@@ -1,4 +1,4 @@
-"""What a benchmark times: which steps, of which run, on which data."""
+"""The job of a benchmark: a run, its data, and the steps to time."""
 
 from __future__ import annotations
 

@@ -68,9 +68,9 @@ class Size:
     copied_bytes: int
     """Larger than any cache."""
     reduced_bytes: int
-    """Of an all-reduce."""
+    """Size of an all-reduce."""
     sent_bytes: int
-    """Between two nodes, one direction."""
+    """Size of a message between two nodes, one direction."""
 
 
 SIZES = {

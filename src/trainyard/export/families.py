@@ -92,7 +92,7 @@ _GPT2_SYNONYMS = {
 
 
 class GPT2Config(Config):
-    """Of a `GPT2LMHeadModel`."""
+    """The config.json of a `GPT2LMHeadModel`."""
 
     model_type: Literal["gpt2"] = "gpt2"
     n_positions: _Size
@@ -124,7 +124,7 @@ class GPT2Config(Config):
 
 
 class GPTNeoXConfig(Config):
-    """Of a `GPTNeoXForCausalLM` whose MLP follows attention, with all features of heads rotated."""
+    """The config.json of a `GPTNeoXForCausalLM` with MLP after attention and fully rotated heads."""
 
     model_type: Literal["gpt_neox"] = "gpt_neox"
     max_position_embeddings: _Size
@@ -196,14 +196,14 @@ class _WholeHeadsConfig(_RotaryConfig):
 
 
 class LlamaConfig(_WholeHeadsConfig):
-    """Of a `LlamaForCausalLM`."""
+    """The config.json of a `LlamaForCausalLM`."""
 
     model_type: Literal["llama"] = "llama"
     mlp_bias: Literal[False] = False
 
 
 class Olmo2Config(_WholeHeadsConfig):
-    """Of an `Olmo2ForCausalLM`."""
+    """The config.json of an `Olmo2ForCausalLM`."""
 
     model_type: Literal["olmo2"] = "olmo2"
     rms_norm_eps: float = 1e-5
@@ -212,7 +212,7 @@ class Olmo2Config(_WholeHeadsConfig):
 
 
 class Qwen3Config(_RotaryConfig):
-    """Of a `Qwen3ForCausalLM`."""
+    """The config.json of a `Qwen3ForCausalLM`."""
 
     model_type: Literal["qwen3"] = "qwen3"
     num_key_value_heads: _Size | None = 32

@@ -16,7 +16,7 @@ from trainyard.model.gpt import GPT
 Store = Callable[[nn.Parameter, ParameterSpec, Tensor], None]
 """Called with a parameter or a shard of it, its description, and the value of the whole."""
 MOST_BYTES = 4 * 2**30
-"""Of whole parameters that are drawn at a time, unless one alone has more."""
+"""Limit on the whole parameters drawn at a time; a larger one is drawn alone."""
 
 
 def store_whole(parameter: nn.Parameter, _spec: ParameterSpec, value: Tensor) -> None:
