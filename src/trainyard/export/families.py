@@ -124,7 +124,7 @@ class GPT2Config(Config):
 
 
 class GPTNeoXConfig(Config):
-    """The config.json of a `GPTNeoXForCausalLM` with MLP after attention and fully rotated heads."""
+    """The config.json of a `GPTNeoXForCausalLM`: MLP after attention, all features rotated."""
 
     model_type: Literal["gpt_neox"] = "gpt_neox"
     max_position_embeddings: _Size
