@@ -245,3 +245,11 @@ def test_all_ranks_take_an_older_checkpoint_if_a_file_of_one_is_lost(
     file: int, tmp_path: Path, run_ranks: Callable[..., list[Any]]
 ) -> None:
     assert run_ranks(2, lose_and_resume, tmp_path, file) == [1, 1]
+
+
+def test_weights_that_were_left_to_a_checkpoint_never_train_without_it(tmp_path: Path) -> None:
+    context = replace(build_small_context(), folder=tmp_path)
+    assert load_state(context).step == 0
+    context.model.is_filled = True  # the checkpoint was there when the model was built
+    with pytest.raises(CheckpointError, match="no checkpoint in .* can be used"):
+        load_state(context)
