@@ -251,5 +251,5 @@ def test_weights_that_were_left_to_a_checkpoint_never_train_without_it(tmp_path:
     context = replace(build_small_context(), folder=tmp_path)
     assert load_state(context).step == 0
     context.model.is_filled = True  # the checkpoint was there when the model was built
-    with pytest.raises(CheckpointError, match="no checkpoint in .* can be used"):
+    with pytest.raises(CheckpointError, match=r"no checkpoint in .* can be used"):
         load_state(context)
