@@ -52,7 +52,7 @@ _log = logging.getLogger("trainyard")
 
 BEAT_SECONDS = 2.0
 _SHORTEST_PAUSE, _LONGEST_PAUSE = 0.2, 5.0
-_LOOKS_PER_SECOND = 100
+_LOOKS_PER_SECOND = 60
 """How often all idle workers together look for work, unless they are very many."""
 
 
