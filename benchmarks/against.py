@@ -28,8 +28,8 @@ from trainyard.config.load import load_run
 from trainyard.data.patterns import find_token_files
 from trainyard.errors import UserError
 from trainyard.launch.environment import Process
+from trainyard.layout.resolve import resolve
 from trainyard.log import build_logger
-from trainyard.planning.resolve import resolve
 
 ROOT = Path(__file__).resolve().parent.parent
 

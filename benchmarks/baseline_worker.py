@@ -12,11 +12,10 @@ from typing import TYPE_CHECKING
 from trainyard.bench.worker import main
 
 if TYPE_CHECKING:
-    from trainyard.bench.measure import Builder, TimedTraining
-    from trainyard.bench.timeline import Timeline
+    from trainyard.bench.measure import Builder, TimedTraining, Timeline
     from trainyard.config.run import Run
+    from trainyard.layout.resolve import Plan
     from trainyard.parallel.mesh import Mesh
-    from trainyard.planning.resolve import Plan
 
 
 def import_builder(name: str) -> Builder:

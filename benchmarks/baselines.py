@@ -25,15 +25,15 @@ import torch.nn.functional as F
 from benchmarks.baseline_models import build_litgpt, build_transformers
 from torch import Tensor, nn
 
-from trainyard.bench.timeline import BACKWARD, FORWARD, Timeline
+from trainyard.bench.measure import BACKWARD, FORWARD, Timeline
 from trainyard.config.run import Optimizer, Run
 from trainyard.data.loader import Loader, build_orders
 from trainyard.errors import ConfigError, MachineError
 from trainyard.export.families import FAMILIES, GPT2, LLAMA, Family, find_family
+from trainyard.layout.batches import BatchSchedule
+from trainyard.layout.resolve import Plan, learning_rate
 from trainyard.model.gpt import GPT
 from trainyard.model.init import initialize
-from trainyard.planning.batches import BatchSchedule
-from trainyard.planning.resolve import Plan, learning_rate
 
 TRANSFORMERS, LITGPT = "transformers", "litgpt"
 PLAIN_TORCH, MEGATRON_CORE = "plain-torch", "megatron-core"

@@ -33,6 +33,7 @@ import warnings
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -41,10 +42,10 @@ from measuring import Figures, describe_machine, render
 from torch import Tensor, multiprocessing, nn
 
 from trainyard.config.load import load_run
+from trainyard.layout.resolve import resolve
 from trainyard.parallel.mesh import build_mesh
 from trainyard.parallel.model import ParallelModel
 from trainyard.parallel.pipeline import Pipeline
-from trainyard.planning.resolve import resolve
 
 MICRO_BATCHES = (4, 8, 16)
 # Schedule and chunks.
@@ -85,7 +86,8 @@ class Sleeper(nn.Module):
         super().__init__()
         self.seconds, self.takes_tokens = seconds, takes_tokens
         self.d_model, self.compute_dtype = 64, torch.float32
-        self.residual_positions, self.blocks = torch.arange(16), nn.ModuleDict()
+        self.position_table = SimpleNamespace(residual=torch.arange(16))
+        self.blocks = nn.ModuleDict()
         self.start = nn.Parameter(torch.ones(self.d_model)) if takes_tokens else None
         self.weight = nn.Parameter(torch.ones(self.d_model))
 

@@ -46,7 +46,7 @@ from cpu_step_cases import ALL, CELLS, LEAST, PEERS, SHAPES, Cell, build
 from measuring import describe_machine, profile_operators, render
 from peers import find_peer
 
-from trainyard.planning.hardware import cpu_multiplies_bf16_natively
+from trainyard.config.devices import cpu_multiplies_bf16_natively
 
 FIRST_LOSS_BOUND = {"float32": 2e-6, "bfloat16": 2e-3}
 

@@ -123,10 +123,10 @@ def build_our_model(cell: Cell) -> Any:
 
 
 def build_ours(cell: Cell) -> Step:
+    from trainyard.config.devices import is_amd_with_avx512
     from trainyard.config.run import Optimizer
     from trainyard.optim.adamw import AdamW
     from trainyard.optim.clip import StepStats, norms_of
-    from trainyard.planning.hardware import is_amd_with_avx512
     from trainyard.precision.policy import use_onednn
 
     model = build_our_model(cell)

@@ -24,12 +24,12 @@ import torch
 from baseline_models import build_transformers
 from measuring import Figures, describe_machine, profile_operators, publish
 
+from trainyard.config.devices import is_cpu_of_amd
 from trainyard.config.load import load_run
 from trainyard.config.run import Model
 from trainyard.evaluation.generate import Sampling, generate
 from trainyard.model.gpt import GPT
 from trainyard.model.init import initialize
-from trainyard.planning.hardware import is_cpu_of_amd
 from trainyard.precision.policy import use_onednn
 
 NEW_TOKENS = 64

@@ -83,24 +83,22 @@ def train_steps(folder: Path) -> Costs:
     import torch
 
     from trainyard.bench.measure import OurTraining
-    from trainyard.config.load import load_run
     from trainyard.launch.environment import read_process
     from trainyard.launch.heartbeat import Heartbeat
     from trainyard.parallel.mesh import StopVote, build_mesh
     from trainyard.parallel.start import start_ranks
-    from trainyard.planning.resolve import resolve
     from trainyard.simulate.accounting import Accounting
-    from trainyard.training.worker import build_context
+    from trainyard.training.context import build_context
+    from trainyard.training.run_folder import open_run
 
     torch.set_num_threads(1)
     device, process = torch.device("cpu"), read_process()
-    run = load_run(str(folder / "run.toml")).run
-    plan = resolve(run, process.n_ranks)
+    opened = open_run(folder, process.n_ranks)
     costs: Costs = {}
     with start_ranks(process, device, dict, timeout_seconds=600.0):
-        mesh = build_mesh(plan.topology, process.rank, device)
+        mesh = build_mesh(opened.plan.topology, process.rank, device)
         start = time.process_time()
-        context = build_context(folder, run, plan, mesh, Heartbeat())
+        context = build_context(opened, mesh, Heartbeat())
         costs["build"] = time.process_time() - start
         training, vote = OurTraining(context), StopVote(mesh)
 
@@ -198,7 +196,7 @@ def measure_many_ranks(n_ranks: int, folder: Path) -> Costs:
 
     from trainyard.checkpoint.format import MANIFEST, Facts, read_manifest
     from trainyard.checkpoint.save import SavingRank, save_checkpoint
-    from trainyard.launch.hang_reports import HangReports, RankStatus
+    from trainyard.launch.supervise import HangReports, RankStatus
     from trainyard.parallel.placement import Placement
 
     facts = Facts(step=1, consumed_sequences=0, consumed_tokens=0, run={})

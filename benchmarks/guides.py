@@ -26,8 +26,8 @@ from benchmarks.measuring import describe_machine, render
 
 from trainyard.config.load import load_run
 from trainyard.config.run import Run
-from trainyard.planning.layout_check import describe_layout
-from trainyard.planning.resolve import resolve
+from trainyard.layout.ranks import describe_layout
+from trainyard.layout.resolve import resolve
 
 RECIPES = Path(__file__).parent.parent / "recipes"
 GIB = 2**30

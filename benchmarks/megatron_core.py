@@ -20,7 +20,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from trainyard.config.run import Run
-from trainyard.export.megatron import CORE_BLOCK_PARTS
+from trainyard.export.from_megatron import CORE_BLOCK_PARTS
 from trainyard.model.gpt import GPT
 
 NAMES = {

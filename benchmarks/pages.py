@@ -98,6 +98,9 @@ COMMANDS_HEAD = """# Commands
 The help of every verb, as `trainyard VERB --help` prints it on 80 columns.
 [mistakes.md](mistakes.md) lists the answers to common mistakes.
 
+Exit codes: 0 done, 2 a user's error, with a hint, 1 a bug, 130 Ctrl-C, 141 a closed pipe. `train`
+also returns 75 (run it again) and 93 (held; needs attention).
+
 Written by `python -m benchmarks.pages --commands`.
 """
 

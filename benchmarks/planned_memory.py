@@ -31,9 +31,9 @@ from torch.profiler import ProfilerActivity, profile
 
 from trainyard.config.load import load_run
 from trainyard.config.run import Run
+from trainyard.layout.resolve import resolve
 from trainyard.parallel.mesh import build_mesh
 from trainyard.planning.memory import rank_memory
-from trainyard.planning.resolve import resolve
 from trainyard.simulate.accounting import Accounting
 from trainyard.simulate.simulation import count_steps, micro_batches_per_step, simulate
 

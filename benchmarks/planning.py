@@ -40,10 +40,10 @@ from planning_tables import (
 )
 
 from trainyard.config.run import Model, Parallel
+from trainyard.layout.resolve import resolve
 from trainyard.planning.clusters import find_machine
 from trainyard.planning.hardware import Efficiencies, Machine
-from trainyard.planning.resolve import Plan, resolve
-from trainyard.planning.time import price
+from trainyard.planning.time import time_of
 from trainyard.planning.work import Work, count_work
 
 Constants = dict[str, float]
@@ -74,7 +74,6 @@ class Row:
     table: str
     job: tuple[int, ...]
     """Devices, batch and model: what layouts may be compared in."""
-    plan: Plan
     work: Work
     seconds: float
 
@@ -112,7 +111,7 @@ def measured_row(table: str, line: dict[str, str]) -> Row:
     is_fused = heads // tensor * micro % 4 == 0
     work = count_work(run, plan, MEGATRON_DEEPSPEED if is_fused else UNFUSED_SOFTMAX)
     job = (devices, batch, width, layers)
-    return Row(table, job, plan, work, float(line["iteration time (ms)"]) / 1e3)
+    return Row(table, job, work, float(line["iteration time (ms)"]) / 1e3)
 
 
 def with_constants(machine: Machine, constants: Constants) -> Machine:
@@ -123,7 +122,7 @@ def with_constants(machine: Machine, constants: Constants) -> Machine:
 
 
 def predict(row: Row, machine: Machine) -> float:
-    return price(row.work, row.plan.topology, machine).seconds
+    return time_of(row.work, machine).seconds
 
 
 def fit(rows: Sequence[Row], machine: Machine) -> Constants:

@@ -12,63 +12,72 @@ import math
 import re
 import statistics
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from trainyard.config.precisions import Fp8, Precision
 from trainyard.config.run import Model, Parallel, Run, Train
+from trainyard.layout.flops import flops_per_token
+from trainyard.layout.resolve import resolve
 from trainyard.planning.clusters import find_machine
-from trainyard.planning.flops import flops_per_token
 from trainyard.planning.hardware import Machine
 from trainyard.planning.memory import rank_memory
 from trainyard.planning.program import Program, twice
-from trainyard.planning.resolve import resolve
 from trainyard.planning.time import step_time
 from trainyard.planning.traffic import busiest_rank
 from trainyard.units import format_figure
 
+
+def describe_program(kernels: float, gradient_bytes: float = 6, **figures: Any) -> Program:
+    """Describes a program without compiled blocks, chunks of the loss and an update's launches.
+
+    60 kernels in a block are an estimate, and as many outside them.
+    """
+    others: dict[str, Any] = {
+        "stream_bytes": twice(24),
+        "heads_bytes": twice(6),
+        "mlp_bytes": twice(6),
+        "logit_bytes": 40,
+        "reduced_bytes": 2,
+        "exposed_share": 1,
+        "hides_tensor": "none",
+        "attention_speed": 1,
+    }
+    names = ("fused_gradient_bytes", "table_bytes", "gradient_bytes")
+    others |= dict.fromkeys(names, gradient_bytes)
+    others |= dict.fromkeys(("block_kernels", "rest_kernels"), twice(kernels))
+    nothing = ("recast_bytes", "unneeded_bytes", "chunk_kernels", "step_kernels", "list_kernels")
+    others |= dict.fromkeys((*nothing, "matrix_kernels"), 0)
+    return Program(**others | {"recast_kernels": (0, 0), "is_compiled": False} | figures)
+
+
 # Without torch.compile: norm, bias, dropout and sum, GELU and the heads' order are kernels of their
-# own; 60 in a block is an estimate. Softmax and dropout of the scores: read 1 (the
-# fused kernel skips the upper triangle), written 2, read 2, written 2, mask 1. Gradients are fp16,
-# and are summed after the backward pass.
-MEGATRON_DEEPSPEED = Program(
-    name="Megatron-DeepSpeed",
-    stream_bytes=twice(24),
-    heads_bytes=twice(6),
-    mlp_bytes=twice(6),
-    score_bytes=8,
-    logit_bytes=40,
-    gradient_bytes=6,
-    block_kernels=twice(60),
-    reduced_bytes=2,
-    cast_bytes=(0, 0),
-    shown_data=1,
-    hides_in_pipeline=False,
-    hides_tensor="none",
-    attention_speed=1,
-)
+# own. Softmax and dropout of the scores: read 1 (the fused kernel skips the upper triangle),
+# written 2, read 2, written 2, mask 1. Gradients are fp16, and are summed after the backward pass.
+MEGATRON_DEEPSPEED = describe_program(60, score_bytes=8)
 # Its softmax kernel wants a multiple of 4 matrices; otherwise five plain ones take its place.
-UNFUSED_SOFTMAX = replace(MEGATRON_DEEPSPEED, score_bytes=20, block_kernels=twice(85))
-FLASH_ATTENTION = replace(MEGATRON_DEEPSPEED, score_bytes=0, block_kernels=twice(50))
+UNFUSED_SOFTMAX = describe_program(85, score_bytes=20)
+FLASH_ATTENTION = describe_program(50)
 # Of 2023: gradients are summed and exchanged in fp32. With Transformer Engine an fp8 operand is
 # read and written once, in both orders, its scale being that of earlier steps.
-MEGATRON_LM = replace(FLASH_ATTENTION, gradient_bytes=10, reduced_bytes=4, cast_bytes=(2, 2))
+FP32_SUMS: dict[str, Any] = {"reduced_bytes": 4, "cast_bytes": (2, 2)}
+MEGATRON_LM = describe_program(50, 10, **FP32_SUMS)
 # Of 2024: more kernels are fused, and most communication is hidden.
-MEGATRON_CORE = replace(
-    MEGATRON_LM,
+MEGATRON_CORE = describe_program(
+    30,
+    8,
+    **FP32_SUMS,
     stream_bytes=twice(20),
     logit_bytes=20,
-    gradient_bytes=8,
-    block_kernels=twice(30),
-    shown_data=0,
+    exposed_share=0,
     hides_in_pipeline=True,
     hides_tensor="all",
     attention_speed=1.4,  # cuDNN's on H100
 )
 # Of 2023: FSDP that gathers weights late (BACKWARD_POST), and sums gradients in bf16. The speed of
 # its attention, in Triton, and what it shows of its exchange are fitted.
-COMPOSER = replace(FLASH_ATTENTION, name="Composer", shown_data=1, attention_speed=0.6)
+COMPOSER = describe_program(50, attention_speed=0.6)
 
 
 def make_run(model: Model, batch: tuple[int, int], parallel: Parallel, kind: Any) -> Run:

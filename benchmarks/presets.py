@@ -22,11 +22,11 @@ import torch
 from benchmarks.commands import Budget, Variant, bench
 from benchmarks.measuring import describe_machine, render
 
+from trainyard.config.devices import cpu_multiplies_bf16_natively
 from trainyard.config.load import load_run, preset_names
 from trainyard.config.run import Model, Run
-from trainyard.planning.hardware import cpu_multiplies_bf16_natively
+from trainyard.layout.resolve import resolve
 from trainyard.planning.memory import busiest_memory
-from trainyard.planning.resolve import resolve
 
 FREE_SHARE = 0.9
 # Memory that was freed stays with a process (M_MMAP_MAX, benchmarks/README.md).

@@ -34,7 +34,7 @@ from trainyard.corpus.preparation.plan import Identity, Output, PreparationPlan
 from trainyard.corpus.preparation.prepare import STATES_PER_SECOND
 from trainyard.corpus.preparation.work_folder import WorkerState, WorkFolder, read_progress
 from trainyard.corpus.preparation.worker import BEAT_SECONDS, CorpusWorker
-from trainyard.corpus.sources import Segment
+from trainyard.corpus.sources.files import Segment
 from trainyard.data.sidecar import SourceRecord
 
 OLD_SECONDS = 1.0

@@ -5,9 +5,10 @@
     python benchmarks/suite.py --table
 
 All of it takes about an hour on two cores, which nothing else should use. Each group of cells is a
-script with a record, `records/suite-NAME.json`. The table in the project's README has a row for a
+script with a record, `records/suite-NAME.json`. The table in benchmarks/README.md has a row for a
 cell: ours, the best peer, their ratio (above 1: ours is better), a limit that cannot be beaten by
 much, the share of it that ours reaches, and the record. A peer that is missing is left out.
+`--table` also writes the table of the GPU's record, and the five figures of the project's README.
 """
 
 from __future__ import annotations
@@ -28,11 +29,24 @@ from typing import Any
 
 Figures = dict[str, Any]
 BENCHMARKS = Path(__file__).resolve().parent
-PAGE = BENCHMARKS.parent / "README.md"
-MARKERS = ("<!-- suite.py --table writes this -->\n", "<!-- to here -->\n")
+RECORDS = BENCHMARKS / "records"
+GPU_RECORD = "2026-11-28-gpu-h100.jsonl"
+END = "<!-- to here -->\n"
 HEAD = """| cell | ours | best peer | ours / peer | limit | share of limit | record |
 |---|---|---|---|---|---|---|
 """
+
+
+# The project's README: cells of the suite, and rows of the GPU's record with the baseline of each.
+HEADLINES = {
+    "training step, gpt2-124M-50k-float32": "training step on a CPU, GPT-2 124M, fp32",
+    "text to token files, fresh, two workers": "text to token files, new words, two workers",
+    "generating, gpt2-124M, 1 prompt": "generating on a CPU, GPT-2 124M, fp32",
+}
+GPU_HEADLINES = {
+    "1.3b cudnn": ("training step on a GPU, GPT-3 1.3B, bf16", ""),
+    "gpt ours": ("the same, 8 blocks of width 2,048", "gpt plain torch"),
+}
 
 
 @dataclass(frozen=True)
@@ -343,24 +357,102 @@ def run_all(groups: Sequence[Group], options: argparse.Namespace) -> list[str]:
 def render_table(folder: Path) -> str:
     """Renders the rows of all records in a folder, after the commits and machines they are of."""
     rows, sources = [], set()
-    for group in GROUPS:
-        path = folder / group.record
-        if path.exists():
-            record = json.loads(path.read_text(encoding="utf-8"))
-            link = f"[{group.name}](benchmarks/records/{group.record})"
-            rows += [row.render(link) for row in group.read(record)]
-            sources.add(f"Commit {record['commit']}, {record['date']}, {record['machine']}.\n")
+    for group, record in read_records(folder):
+        link = f"[{group.name}](records/{group.record})"
+        rows += [row.render(link) for row in group.read(record)]
+        sources.add(f"Commit {record['commit']}, {record['date']}, {record['machine']}.\n")
     if not rows:
         return "No record yet.\n"
     return "".join(sorted(sources)) + "\n" + HEAD + "".join(rows)
 
 
-def write_table(folder: Path) -> None:
-    """Writes the table between its markers in the page."""
-    before, rest = PAGE.read_text(encoding="utf-8").split(MARKERS[0])
-    _, after = rest.split(MARKERS[1])
-    text = before + MARKERS[0] + render_table(folder) + MARKERS[1] + after
-    PAGE.write_text(text, encoding="utf-8")
+def read_records(folder: Path) -> Iterable[tuple[Group, Figures]]:
+    for group in GROUPS:
+        path = folder / group.record
+        if path.exists():
+            yield group, json.loads(path.read_text(encoding="utf-8"))
+
+
+def read_gpu() -> tuple[str, str, dict[str, Figures]]:
+    """Returns the GPU's name, the date, and the rows with a measured MFU."""
+    text = (RECORDS / GPU_RECORD).read_text(encoding="utf-8")
+    lines = [json.loads(line) for line in text.splitlines()]
+    gpu = next(line["found"] for line in lines if line.get("row") == "device")
+    runs = {line["row"]: line for line in lines if line.get("unit") == "MFU"}
+    return gpu, lines[0]["call"].split()[0], runs
+
+
+def render_gpu_table(_: Path) -> str:
+    """Renders the runs on a GPU: speed and memory, measured and planned."""
+    gpu, date, runs = read_gpu()
+    table = f"{gpu}, {date}, `records/{GPU_RECORD}`.\n\n"
+    table += "| run | tokens/s | MFU, % | planned | GiB | planned |\n|---|---|---|---|---|---|\n"
+    for name, run in runs.items():
+        cells = [f"{run['tokens_per_second']:,.0f}", f"{100 * run['found']:.1f}"]
+        if "plain torch" in name:  # plan does not describe it
+            cells += ["-", f"{run['gib']:.1f}", "-"]
+        else:
+            cells += [f"{100 * run['mfu_plan']:.1f}", f"{run['gib']:.1f}", f"{run['gib_plan']:.1f}"]
+        table += f"| {name} | {' | '.join(cells)} |\n"
+    return table
+
+
+def render_headlines(folder: Path) -> str:
+    """Renders the five figures of the project's README, each with machine, date and record."""
+    table = (
+        "| figure | Trainyard | compared with | machine, date | record |\n|---|---|---|---|---|\n"
+    )
+    gpu, date, runs = read_gpu()
+    for name, (text, baseline) in GPU_HEADLINES.items():
+        run = runs[name]
+        cells = [text, f"{run['tokens_per_second']:,.0f} tokens/s, MFU {100 * run['found']:.1f} %"]
+        if baseline:
+            other = runs[baseline]["tokens_per_second"]
+            times = run["tokens_per_second"] / other
+            cells += [f"plain PyTorch, {other:,.0f} ({times:.2f} times)"]
+        else:
+            cells += [f"`plan` predicted {100 * run['mfu_plan']:.1f} %"]
+        cells += [f"{gpu}, {date}", f"[gpu](benchmarks/records/{GPU_RECORD})"]
+        table += f"| {' | '.join(cells)} |\n"
+    rows = {
+        row.cell: (row, group, record)
+        for group, record in read_records(folder)
+        for row in group.read(record)
+    }
+    for cell, text in HEADLINES.items():
+        row, group, record = rows[cell]
+        peer = row.best_peer or ""
+        cells = [text, f"{show(row.ours)} {row.unit}"]
+        cells += [f"{peer}, {show(row.peers[peer])} ({row.ratio:.2f} times)"]
+        cells += [f"{record['machine']}, {record['date']}"]
+        cells += [f"[{group.name}](benchmarks/records/{group.record})"]
+        table += f"| {' | '.join(cells)} |\n"
+    return table
+
+
+@dataclass(frozen=True)
+class Table:
+    """A generated table: its page, the comment before it, and what renders it of the records."""
+
+    page: Path
+    marker: str
+    render: Callable[[Path], str]
+
+
+TABLES = (
+    Table(BENCHMARKS / "README.md", "<!-- suite.py --table writes this -->\n", render_table),
+    Table(BENCHMARKS / "README.md", "<!-- suite.py --table, the GPU -->\n", render_gpu_table),
+    Table(BENCHMARKS.parent / "README.md", "<!-- suite.py --table, five -->\n", render_headlines),
+)
+
+
+def write_tables(folder: Path) -> None:
+    """Writes each table between its comments."""
+    for table in TABLES:
+        before, rest = table.page.read_text(encoding="utf-8").split(table.marker)
+        _, after = rest.split(END, 1)
+        text = before + table.marker + table.render(folder) + END + after
+        table.page.write_text(text, encoding="utf-8")
 
 
 def is_dirty() -> bool:
@@ -373,10 +465,10 @@ def main() -> None:
     names = [group.name for group in GROUPS]
     parser.add_argument("--small", action="store_true", help="seconds each, to try the scripts")
     parser.add_argument("--only", nargs="+", choices=names, default=names, metavar="NAME")
-    parser.add_argument("--output", type=Path, default=BENCHMARKS / "records")
+    parser.add_argument("--output", type=Path, default=RECORDS)
     parser.add_argument("--peers", type=Path, help="folder with clones of what peers.toml lists")
     parser.add_argument("--list", action="store_true", help="print the groups")
-    parser.add_argument("--table", action="store_true", help="only write the table")
+    parser.add_argument("--table", action="store_true", help="only write the tables")
     options = parser.parse_args()
     if options.list:
         for group in GROUPS:
@@ -390,7 +482,7 @@ def main() -> None:
     if options.small:
         print(render_table(options.output), end="")
     else:
-        write_table(options.output)
+        write_tables(options.output)
     if failed:
         sys.exit(f"error: failed: {', '.join(failed)}")
 

@@ -75,7 +75,8 @@ def run_fast_tool(corpus: Path) -> Figures:
 
 def read_texts(corpus: Path) -> Iterator[list[str]]:
     """Yields the batches of documents that `prepare` works with."""
-    from trainyard.corpus.sources import find_files, read_documents, split_into_units
+    from trainyard.corpus.sources.documents import read_documents
+    from trainyard.corpus.sources.files import find_files, split_into_units
 
     files = [(file, file.stat().st_size) for file in find_files([str(corpus)])]
     for unit in split_into_units(files, 2**27):

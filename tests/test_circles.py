@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from tests.circles import is_in_part
-from tests.parity.test_parity import TABLE
+from tests.parity.rows import TABLE
 
 
 def test_each_case_is_in_one_part() -> None:

@@ -19,10 +19,10 @@ from trainyard.config.load import load_run
 from trainyard.errors import CheckpointError
 from trainyard.launch.environment import Process
 from trainyard.model.attention import CausalAttention
-from trainyard.model.gpt import GPT, compile_blocks
+from trainyard.model.compiled import compile_blocks
+from trainyard.model.gpt import GPT
 from trainyard.model.init import initialize
 from trainyard.parallel.mesh import choose_device
-from trainyard.planning.resolve import resolve
 
 SMALL = (
     *("model.d_model=256", "model.n_heads=4", "model.d_ff=512", "model.sequence_length=128"),
@@ -103,18 +103,18 @@ def compare_losses(session: Session) -> Iterator[Row]:
 
 
 def _losses(overrides: tuple[str, ...], device: torch.device) -> list[float]:
-    from trainyard.bench.measure import OurTraining
-    from trainyard.bench.timeline import Timeline, build_clock
-    from trainyard.parallel.mesh import build_mesh
-    from trainyard.training.worker import build_context
+    from trainyard.bench.measure import OurTraining, Timeline
+    from trainyard.parallel.mesh import build_clock, build_mesh
+    from trainyard.training.context import build_context
+    from trainyard.training.run_folder import open_run
 
     with TemporaryDirectory() as name:
         folder = Path(name)
         fixed = (*SMALL, "precision.kind=fp32", "model.n_layers=2", "train.compile=gpu")
         run = prepare_run(load_run("tiny", [*fixed, *overrides]).run, Steps(1, STEPS), folder)
-        plan = resolve(run, 1)
-        mesh = build_mesh(plan.topology, 0, device)
-        context = build_context(folder, run, plan, mesh, Timeline(build_clock(device)))
+        opened = open_run(folder, 1, run)
+        mesh = build_mesh(opened.plan.topology, 0, device)
+        context = build_context(opened, mesh, Timeline(build_clock(device)))
         training = OurTraining(context)
         found = [training.step().item() for _ in range(STEPS)]
     torch._dynamo.reset()

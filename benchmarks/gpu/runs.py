@@ -17,10 +17,10 @@ from benchmarks.gpu.item import Row, Session
 from trainyard.bench.job import BenchJob, Steps, prepare_run
 from trainyard.config.load import load_run
 from trainyard.config.run import Run
+from trainyard.layout.flops import model_flops_utilization
+from trainyard.layout.resolve import Plan, resolve
 from trainyard.planning.clusters import find_machine
-from trainyard.planning.flops import model_flops_utilization
 from trainyard.planning.memory import busiest_memory
-from trainyard.planning.resolve import Plan, resolve
 from trainyard.planning.time import step_time
 
 if TYPE_CHECKING:
@@ -205,10 +205,9 @@ def building(run: Run, folder: Path) -> Iterator[Any]:
     import torch
     from benchmarks.baseline_worker import import_builder
 
-    from trainyard.bench.measure import build_ours
-    from trainyard.bench.timeline import Timeline, build_clock
+    from trainyard.bench.measure import Timeline, build_ours
     from trainyard.launch.environment import Process
-    from trainyard.parallel.mesh import build_mesh, choose_device
+    from trainyard.parallel.mesh import build_clock, build_mesh, choose_device
 
     device = choose_device(Process(), run)
     plan = resolve(run, 1)

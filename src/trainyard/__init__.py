@@ -6,7 +6,7 @@
 from importlib import import_module
 from typing import Any
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 _MODULES = {
     **{"load_run": "api.planning", "plan": "api.planning"},

@@ -66,7 +66,7 @@ class ParameterSpec:
     dimension: int | None
     """The dimension that tensor ranks shard; None if they replicate it."""
     mean: float
-    """Of its initial values."""
+    """Mean of its initial values."""
     std: float
     """Their standard deviation, of a normal distribution."""
     of_heads: bool = False
@@ -88,21 +88,21 @@ class LayerSpec:
     std: float = 0.0
     """Standard deviation of the initial weight."""
     fused: Fused = (1, ())
-    """Of a whole weight that alternates the rows of several matrices."""
+    """How a whole weight alternates the rows of several matrices."""
 
     @property
     def n_outputs(self) -> int:
-        """Of a matmul, for a token."""
+        """Outputs of a matmul for one token."""
         return self.weight[0]
 
     @property
     def n_inputs(self) -> int:
-        """Of a matmul, for a token."""
+        """Inputs of a matmul for one token."""
         return self.weight[1]
 
     @property
     def matrices(self) -> list[Shape]:
-        """Of a whole weight: the shapes of the matrices fused into it, or its own."""
+        """Shapes of the matrices fused into a whole weight, or the weight's own shape."""
         n_groups, rows = self.fused
         return [(n_groups * n, self.n_inputs) for n in rows] or [self.weight]
 

@@ -19,7 +19,16 @@ SOURCE = ROOT / "src" / "trainyard"
 PICTURE = ROOT / "docs" / "pictures" / "packages.svg"
 BASE = ("extras", "files", "errors", "log", "units")
 COLUMNS = {
-    **{"corpus": 0, "launch": 0, "jobs": 1, "data": 1, "report": 2, "planning": 2, "topology": 1},
+    **{
+        "corpus": 0,
+        "launch": 0,
+        "jobs": 1,
+        "data": 1,
+        "report": 2,
+        "planning": 2,
+        "topology": 1,
+        "layout": 2,
+    },
     **{"bench": 4, "simulate": 4, "optim": 4, "doctor": 5, "api": 6},
 }
 """Of packages beside column 3."""

@@ -7,12 +7,12 @@ import pytest
 import torch
 
 from trainyard.bench.job import Steps, prepare_run
-from trainyard.bench.timeline import HostClock, Timeline
+from trainyard.bench.measure import Timeline
 from trainyard.config.load import load_run
-from trainyard.parallel.mesh import build_mesh
-from trainyard.planning.resolve import resolve
+from trainyard.parallel.mesh import HostClock, build_mesh
+from trainyard.training.context import build_context
+from trainyard.training.run_folder import open_run
 from trainyard.training.state import TrainContext
-from trainyard.training.worker import build_context
 
 
 @pytest.fixture
@@ -21,9 +21,9 @@ def build(tmp_path: Path) -> Callable[..., tuple[TrainContext, Timeline]]:
 
     def build_tiny(*overrides: str) -> tuple[TrainContext, Timeline]:
         run = prepare_run(load_run("tiny", list(overrides)).run, Steps(1, 2), tmp_path)
-        plan = resolve(run, 1)
+        opened = open_run(tmp_path, 1, run)
         timeline = Timeline(HostClock())
-        mesh = build_mesh(plan.topology, 0, torch.device("cpu"))
-        return build_context(tmp_path, run, plan, mesh, timeline), timeline
+        mesh = build_mesh(opened.plan.topology, 0, torch.device("cpu"))
+        return build_context(opened, mesh, timeline), timeline
 
     return build_tiny

@@ -12,12 +12,11 @@ import torch
 from torch import Tensor, nn
 
 from trainyard.bench.job import BenchJob, Steps
-from trainyard.bench.measure import OurTraining, measure
-from trainyard.bench.timeline import HostClock, Timeline
+from trainyard.bench.measure import OurTraining, Timeline, measure
 from trainyard.config.load import load_run
-from trainyard.parallel.mesh import build_mesh
-from trainyard.planning.flops import flops_per_token
-from trainyard.planning.resolve import resolve
+from trainyard.layout.flops import flops_per_token
+from trainyard.layout.resolve import resolve
+from trainyard.parallel.mesh import HostClock, build_mesh
 from trainyard.training.metrics import Metrics
 from trainyard.training.state import State, TrainContext
 from trainyard.training.step import train_step

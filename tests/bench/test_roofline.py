@@ -16,9 +16,9 @@ from trainyard.architecture import head_layer, matmuls, parameter_count
 from trainyard.bench.roofline import price
 from trainyard.config.load import load_run
 from trainyard.config.run import Run
+from trainyard.layout.flops import matmul_flops, model_flops_per_token, score_flops
+from trainyard.layout.resolve import resolve
 from trainyard.planning.clusters import find_machine
-from trainyard.planning.flops import matmul_flops, model_flops_per_token, score_flops
-from trainyard.planning.resolve import resolve
 from trainyard.simulate.kernels import Kernel, count_kernels
 
 # Blocks of one micro batch of 4 x 64 tokens, D 128, F 512, 2 heads.

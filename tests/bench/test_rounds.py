@@ -18,9 +18,9 @@ from trainyard.bench.record import (
 from trainyard.bench.rounds import BenchRun, Rounds, run_rounds
 from trainyard.config.load import load_run
 from trainyard.launch.environment import Process
+from trainyard.layout.resolve import resolve
 from trainyard.model.gpt import GPT
 from trainyard.model.init import initialize
-from trainyard.planning.resolve import resolve
 
 H200 = "NVIDIA H200"
 

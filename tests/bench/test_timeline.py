@@ -10,19 +10,19 @@ from typing import Any
 import pytest
 import torch
 
-from trainyard.bench.measure import OurTraining
-from trainyard.bench.timeline import (
+from trainyard.bench.measure import (
     BACKWARD,
     DATA,
     END,
     FORWARD,
     OPTIMIZER,
-    HostClock,
+    OurTraining,
     Timeline,
     describe_profile,
     exposed_shares,
     profile_steps,
 )
+from trainyard.parallel.mesh import HostClock
 from trainyard.training.state import TrainContext
 
 Build = Callable[..., tuple[TrainContext, Timeline]]
@@ -89,7 +89,7 @@ def exposed(*events: Any) -> dict[str, float]:
 
 
 def test_communication_is_exposed_where_nothing_is_computed() -> None:
-    # The drawing at the top of bench/timeline.py.
+    # The drawing at the top of bench/measure.py.
     events = [
         event("trainyard: forward", 0, 20),
         event("aten::mm", 1, 8),

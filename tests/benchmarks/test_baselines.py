@@ -14,8 +14,7 @@ import torch
 from benchmarks.baselines import build_baseline, refuse_baseline
 from benchmarks.megatron_core import leave_group
 
-from trainyard.bench.measure import OurTraining
-from trainyard.bench.timeline import Timeline
+from trainyard.bench.measure import OurTraining, Timeline
 from trainyard.config.load import load_run
 from trainyard.errors import ConfigError, MachineError
 from trainyard.training.state import TrainContext

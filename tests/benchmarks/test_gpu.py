@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 from tests.waiting import WATCHDOG_SECONDS
 
-from trainyard.planning.resolve import resolve
+from trainyard.layout.resolve import resolve
 
 ROOT = Path(__file__).parents[2]
 KERNELS = {

@@ -15,9 +15,9 @@ from benchmarks.guides import (
     write_page,
 )
 
+from trainyard.layout.resolve import resolve
 from trainyard.planning.clusters import find_machine
 from trainyard.planning.memory import rank_memory
-from trainyard.planning.resolve import resolve
 
 RECIPES = Path(__file__).parents[2] / "recipes"
 

@@ -126,11 +126,11 @@ def test_no_script_is_forgotten() -> None:
     assert scripts == {group.script for group in suite.GROUPS} | OTHERS.keys()
 
 
-def test_the_page_shows_the_records() -> None:
-    page = suite.PAGE.read_text(encoding="utf-8")
-    _, rest = page.split(suite.MARKERS[0])
-    table, _ = rest.split(suite.MARKERS[1])
-    assert table == suite.render_table(BENCHMARKS / "records"), "python benchmarks/suite.py --table"
+@pytest.mark.parametrize("table", suite.TABLES, ids=lambda table: table.render.__name__)
+def test_pages_show_the_records(table: suite.Table) -> None:
+    _, rest = table.page.read_text(encoding="utf-8").split(table.marker)
+    shown = rest.partition(suite.END)[0]
+    assert shown == table.render(suite.RECORDS), "python benchmarks/suite.py --table"
 
 
 def test_ratios_above_one_are_in_our_favour(tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ from trainyard.checkpoint.load import load_tensors
 from trainyard.checkpoint.save import save_checkpoint
 from trainyard.checkpoint.verify import check_checkpoint
 from trainyard.config.load import RENAMED, all_fields, load_run, render_run
-from trainyard.training.run_folder import write_run_folder
+from trainyard.training.run_folder import open_run, write_run_folder
 from trainyard.training.stop import DONE
 from trainyard.training.worker import run_worker
 
@@ -32,8 +32,8 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def train(folder: Path) -> dict[str, torch.Tensor]:
     """Trains the run of a folder to its end; returns the weights and moments."""
     run = load_run("tiny", ["name=golden", *golden_overrides(N_STEPS)]).run
-    write_run_folder(folder, run, "auto")
-    assert run_worker(folder) == DONE
+    write_run_folder(open_run(folder, run=run), "auto")
+    assert run_worker(open_run(folder)) == DONE
     return load_tensors(folder / "checkpoints" / f"step-{N_STEPS:08d}", "")
 
 

@@ -3,9 +3,11 @@ from __future__ import annotations
 import pytest
 
 from trainyard.checkpoint.format import Manifest, StoredTokenizer
-from trainyard.checkpoint.resume import FREE, check_resumable, refusal_of, run_changes
+from trainyard.checkpoint.resume import FREE, Change, check_resumable, refusal_of, run_changes
 from trainyard.config.load import all_fields, load_run
+from trainyard.config.run import Run
 from trainyard.errors import CheckpointError
+from trainyard.layout.resolve import resolve
 
 
 def _run(*overrides: str):
@@ -58,10 +60,14 @@ def test_changes_are_listed_with_both_values():
     )
 
 
+def resume(manifest: Manifest, wanted: Run, data: str, tokenizer: str) -> list[Change]:
+    return check_resumable(manifest, wanted, resolve(wanted).n_steps, data, tokenizer)
+
+
 def test_refused_changes_are_told_all_at_once():
     wanted = _run("train.length=9 steps", "model.dropout=0.0", "log.interval=5")
     with pytest.raises(CheckpointError) as raised:
-        check_resumable(_manifest(), wanted, "other", "")
+        resume(_manifest(), wanted, "other", "")
     assert raised.value.problem == (
         "the checkpoint of step 10 belongs to another run:\n"
         "  model.dropout: 0.1 in the checkpoint, now 0.0; "
@@ -75,7 +81,7 @@ def test_refused_changes_are_told_all_at_once():
 
 @pytest.mark.parametrize("n_steps", [10, 60])
 def test_the_length_may_change_down_to_the_step_reached(n_steps: int):
-    (change,) = check_resumable(_manifest(), _run(f"train.length={n_steps} steps"), "abc", "")
+    (change,) = resume(_manifest(), _run(f"train.length={n_steps} steps"), "abc", "")
     assert str(change) == f"train.length: 50 steps in the checkpoint, now {n_steps} steps"
 
 
@@ -84,19 +90,19 @@ def test_another_tokenizer_is_refused():
     saved = _manifest().model_copy(update={"tokenizer": tokenizer})
     wanted = _run("tokenizer.path=moved")
     with pytest.raises(CheckpointError) as raised:
-        check_resumable(saved, wanted, "abc", "b" * 64)
+        resume(saved, wanted, "abc", "b" * 64)
     assert raised.value.problem.endswith(
         f"\n  tokenizer.path='moved': the tokenizer has fingerprint '{'a' * 64}' "
         f"in the checkpoint, now '{'b' * 64}'"
     )
     for manifest, fingerprint in ((saved, "a" * 64), (saved, ""), (_manifest(), "b" * 64)):
-        assert len(check_resumable(manifest, wanted, "abc", fingerprint)) == 1
+        assert len(resume(manifest, wanted, "abc", fingerprint)) == 1
     at_start = _manifest(step=0).model_copy(update={"tokenizer": tokenizer})
-    assert len(check_resumable(at_start, wanted, "abc", "b" * 64)) == 1
+    assert len(resume(at_start, wanted, "abc", "b" * 64)) == 1
 
 
 def test_before_the_first_step_only_the_shape_is_settled():
     wanted = _run("train.length=60 steps", "model.dropout=0.0", "optimizer.learning_rate=1e-2")
-    assert len(check_resumable(_manifest(step=0), wanted, "other", "")) == 3
+    assert len(resume(_manifest(step=0), wanted, "other", "")) == 3
     with pytest.raises(CheckpointError, match=r"model\.n_layers: 2 in the checkpoint, now 3"):
-        check_resumable(_manifest(step=0), _run("model.n_layers=3"), "abc", "")
+        resume(_manifest(step=0), _run("model.n_layers=3"), "abc", "")

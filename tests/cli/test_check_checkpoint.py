@@ -13,7 +13,7 @@ from trainyard.checkpoint.format import Facts
 from trainyard.checkpoint.save import save_checkpoint
 from trainyard.cli.main import main
 from trainyard.config.load import load_run
-from trainyard.planning.resolve import resolve
+from trainyard.layout.resolve import resolve
 
 WANTED = ["model.n_layers=1", "model.d_model=16", "model.d_ff=32", "parallel.tensor=2"]
 

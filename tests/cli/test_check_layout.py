@@ -13,8 +13,8 @@ from tests.command import trainyard
 from trainyard.cli.check import refuse_differences, render_results
 from trainyard.config.load import load_run
 from trainyard.errors import MachineError
-from trainyard.training.layout_check import Result
-from trainyard.training.parity import Difference
+from trainyard.simulate.layout_check import Result
+from trainyard.simulate.parity import Difference
 
 PLANT = """
 import os

@@ -17,7 +17,7 @@ from trainyard import __version__
 from trainyard.config.load import load_run
 from trainyard.data.indexed import IndexedWriter
 from trainyard.data.loader import build_orders
-from trainyard.planning.resolve import resolve
+from trainyard.layout.resolve import resolve
 
 RUN_FILE = """
 name = "small"

@@ -10,8 +10,8 @@ from tests.command import trainyard
 from trainyard.config.load import load_run
 from trainyard.errors import MachineError
 from trainyard.planning.clusters import find_machine
-from trainyard.planning.deadline import Trainer, shape_run
 from trainyard.planning.hardware import LocalMachine
+from trainyard.planning.ladder import Estimator, shape_run
 from trainyard.planning.new_run import choose_local_run, choose_run
 
 DAY = 86_400.0
@@ -61,24 +61,24 @@ def test_a_file_for_other_devices_fits_them(folder: Path) -> None:
 
 @pytest.mark.parametrize(("gpus", "days", "preset"), [(8, 1, "gpt3-1.3b"), (64, 6, "gpt3-6.7b")])
 def test_the_largest_model_in_time(gpus: int, days: int, preset: str) -> None:
-    trainer = Trainer.at_its_slowest(find_machine(None, "h100-80g"), (1e9,))
-    chosen = choose_run(400_000_000_000, 50257, trainer, gpus, days * DAY)
+    estimator = Estimator.at_its_slowest(find_machine(None, "h100-80g"), (1e9,))
+    chosen = choose_run(400_000_000_000, 50257, estimator, gpus, days * DAY)
     assert chosen.preset == preset
     assert chosen.seconds <= days * DAY
     rate = load_run(preset).run.optimizer.learning_rate
     assert chosen.values["optimizer.learning_rate"] == rate
-    sizes = {"gpt3-1.3b": (32, 2560), "gpt3-6.7b": (40, 5120)}  # the next of deadline.SHAPES
-    next_size = shape_run(load_run(preset).run, *sizes[preset], keeps_length=False)
-    assert trainer.train(next_size, gpus).seconds > days * DAY
+    sizes = {"gpt3-1.3b": (32, 2560), "gpt3-6.7b": (40, 5120)}  # the next of SHAPES
+    next_size = shape_run(load_run(preset).run, sizes[preset], keeps_length=False)
+    assert estimator.estimate(next_size, gpus).seconds > days * DAY
 
 
 def test_a_short_text_has_a_smaller_model() -> None:
-    trainer = Trainer.at_its_slowest(find_machine(None, "h100-80g"), (1e9,))
-    chosen = choose_run(3_000_000_000, 50257, trainer, 64, 7 * DAY)
+    estimator = Estimator.at_its_slowest(find_machine(None, "h100-80g"), (1e9,))
+    chosen = choose_run(3_000_000_000, 50257, estimator, 64, 7 * DAY)
     assert chosen.parameters < 1e9
     assert 1 < chosen.passes <= 4
     with pytest.raises(MachineError, match="the smallest, of 125M parameters, takes"):
-        choose_run(3_000_000_000, 50257, trainer, 1, 60)
+        choose_run(3_000_000_000, 50257, estimator, 1, 60)
 
 
 @pytest.mark.parametrize(

@@ -375,9 +375,9 @@ def test_training_passes_over_what_is_quarantined(folder: Path) -> None:
 def test_what_a_step_dropped_is_told_beside_a_fault_of_the_same_name(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from trainyard.corpus.sources import jsonl
+    from trainyard.corpus.sources import documents
 
-    monkeypatch.setattr(jsonl, "MAX_DOCUMENT_BYTES", 1000)
+    monkeypatch.setattr(documents, "MAX_DOCUMENT_BYTES", 1000)
     with Path("in/a.jsonl").open("a") as file:
         file.write(json.dumps({"text": "y" * 2000}) + "\n" * 2)
     monkeypatch.setattr("trainyard.corpus.sources.blocks.BLOCK_BYTES", 500)

@@ -157,7 +157,7 @@ def test_a_file_that_is_not_text_or_not_a_file(tmp_path: Path) -> None:
     (tmp_path / "latin.toml").write_bytes(b"\xff\xfe\x00")
     (tmp_path / "folder.toml").mkdir()
     for path in tmp_path.iterdir():
-        assert problem_of(str(path)).problem.startswith(f"cannot read {path}")
+        assert problem_of(str(path)).problem.startswith(f"cannot read the run file {path}")
 
 
 def test_broken_toml_names_file_and_place(tmp_path: Path) -> None:

@@ -8,8 +8,8 @@ import pytest
 from trainyard.architecture import padded_vocabulary_size, parameter_count
 from trainyard.config.load import load_run, preset_names, render_run
 from trainyard.config.run import Run
+from trainyard.layout.resolve import resolve
 from trainyard.planning.memory import busiest_memory
-from trainyard.planning.resolve import resolve
 from trainyard.planning.room import gpu_bytes
 
 

@@ -8,6 +8,7 @@ files that name the end of a document.
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from copy import deepcopy
 from pathlib import Path
 from typing import Any
@@ -69,6 +70,17 @@ ADDED = {
     "olmo2": (["<|endoftext|>", "<|pad|>"], ["|||IP_ADDRESS|||"]),
 }
 ENDS = {**dict.fromkeys(FAMILIES, "<|endoftext|>"), "llama3": "<|end_of_text|>"}
+
+
+def put(*path: str | int, value: object) -> Callable[[Any], None]:
+    """Returns a change of a `tokenizer.json`: the value at this path."""
+
+    def change(content: Any) -> None:
+        for name in path[:-1]:
+            content = content[name]
+        content[path[-1]] = value
+
+    return change
 
 
 def build_content(family: str, size: int = 600) -> dict[str, Any]:

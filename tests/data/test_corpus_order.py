@@ -22,7 +22,7 @@ from trainyard.errors import DataError
 
 
 def write_corpus(prefix: Path, lengths: list[int]) -> IndexedDataset:
-    """Token j of the whole file is j + 1, so that 0 can only be padding."""
+    """Token j of the whole file is j + 1."""
     with IndexedWriter(prefix, np.dtype(np.uint16)) as writer:
         first = 1
         for length in lengths:
@@ -35,14 +35,13 @@ def walk_index(
     lengths: list[int], slots: list[int], n_sequences: int, settings: SequenceSettings
 ) -> list[list[int]]:
     """Where sequences begin, by counting tokens off document by document."""
-    extra = int(settings.extra_token)
     index, slot, offset = [[0, 0]], 0, 0
     for _ in range(n_sequences):
-        wanted = settings.sequence_length + extra
-        while wanted > lengths[slots[slot]] - offset and slot < len(slots) - 1:
+        wanted = settings.sequence_length + 1
+        while wanted > lengths[slots[slot]] - offset:
             wanted -= lengths[slots[slot]] - offset
             slot, offset = slot + 1, 0
-        offset = min(offset + wanted, lengths[slots[slot]]) - extra
+        offset += wanted - 1
         index.append([slot, offset])
     return index
 
@@ -50,16 +49,12 @@ def walk_index(
 @given(
     lengths=st.lists(st.integers(0, 9), min_size=1, max_size=12).filter(lambda x: sum(x) > 1),
     length=st.integers(1, 12),
-    extra_token=st.booleans(),
-    keep_partial=st.booleans(),
 )
 @settings(max_examples=200)
-def test_sequences_begin_where_counting_says(
-    lengths: list[int], length: int, extra_token: bool, keep_partial: bool
-) -> None:
-    cut = SequenceSettings(length, 1, extra_token)
+def test_sequences_begin_where_counting_says(lengths: list[int], length: int) -> None:
+    cut = SequenceSettings(length, 1)
     slots = [int(slot) for slot in np.random.RandomState(0).permutation(len(lengths))]
-    n_sequences = (sum(lengths) - extra_token + (length - 1) * keep_partial) // length
+    n_sequences = (sum(lengths) - 1) // length
     slabs = sequence_index_slabs(np.array(lengths, np.int32), np.array(slots), n_sequences, cut)
     found = np.concatenate(list(slabs))
     assert found.tolist() == walk_index(lengths, slots, n_sequences, cut)
@@ -85,8 +80,6 @@ def stream_of(order: CorpusOrder) -> np.ndarray:
     lengths=st.lists(st.integers(0, 9), min_size=1, max_size=9).filter(lambda x: sum(x) > 1),
     length=st.integers(1, 12),
     asked=st.integers(1, 40),
-    extra_token=st.booleans(),
-    drop=st.booleans(),
 )
 @settings(max_examples=50)
 def test_rows_are_the_stream_cut_up(
@@ -94,23 +87,17 @@ def test_rows_are_the_stream_cut_up(
     lengths: list[int],
     length: int,
     asked: int,
-    extra_token: bool,
-    drop: bool,
 ) -> None:
-    dataset = write_corpus(tmp_path_factory.mktemp("rows") / "corpus", lengths)
-    cut = SequenceSettings(length, 5, extra_token)
-    documents = range(len(dataset))
-    order = build_corpus_order(dataset, documents, asked, cut, IndexCache(None), drop)
+    tmp_path = tmp_path_factory.mktemp("rows")
+    dataset = write_corpus(tmp_path / "corpus", lengths)
+    cut = SequenceSettings(length, 5)
+    order = build_corpus_order(dataset, range(len(dataset)), asked, cut, IndexCache(tmp_path))
     assert len(order) >= asked
     stream = stream_of(order)
     assert sorted(order.shuffle_index.tolist()) == list(range(len(order)))
-    indices = np.arange(len(order))
-    rows, real = order.sequences(indices), order.n_real_tokens(indices)
-    for row, n_tokens, number in zip(rows, real, order.shuffle_index.tolist(), strict=True):
-        expected = stream[number * length : number * length + length + extra_token]
-        assert n_tokens == len(expected)
-        assert row.tolist() == expected.tolist() + [0] * (length + extra_token - len(expected))
-    assert (real < length + extra_token).sum() <= (not drop)
+    rows = order.sequences(np.arange(len(order)))
+    for row, number in zip(rows, order.shuffle_index.tolist(), strict=True):
+        assert row.tolist() == stream[number * length : (number + 1) * length + 1].tolist()
 
 
 @pytest.mark.parametrize(
@@ -135,7 +122,7 @@ def test_a_little_used_last_epoch_stands_apart(
 def test_a_last_epoch_apart_comes_last(tmp_path: Path) -> None:
     dataset = write_corpus(tmp_path / "corpus", [5] * 40)
     cut = SequenceSettings(10, 7)
-    order = build_corpus_order(dataset, range(40), 41, cut, IndexCache(None))
+    order = build_corpus_order(dataset, range(40), 41, cut, IndexCache(tmp_path))
     assert order.plan.shuffle_last_epoch_apart
     assert sorted(order.document_index[-40:].tolist()) == list(range(40))
     first = order.plan.n_full_epoch_sequences
@@ -152,22 +139,15 @@ def test_an_order_is_not_taken_for_another_of_the_same_size(tmp_path: Path) -> N
     assert (apart.document_index != whole.document_index).any()
 
 
-def test_a_partial_last_sequence_is_counted_in_single_precision() -> None:
-    cut = SequenceSettings(16, 1)
-    assert plan_corpus(2**25 + 2, None, cut, drop_last_partial=False).n_sequences == 2**21
-    assert plan_corpus(2**25 + 1, None, cut).n_sequences == 2**21
-    assert plan_corpus(100, None, cut, drop_last_partial=False).n_sequences == 7
-
-
 def test_too_little_text_is_refused_with_its_numbers(tmp_path: Path) -> None:
     dataset = write_corpus(tmp_path / "corpus", [3, 4])
     cut = SequenceSettings(10, 1)
     problem = r"corpus: documents 0 to 2 of 2 hold 7 tokens, too few for one sequence of 11"
     with pytest.raises(DataError, match=problem) as caught:
-        build_corpus_order(dataset, range(2), None, cut, IndexCache(None))
+        build_corpus_order(dataset, range(2), None, cut, IndexCache(tmp_path))
     assert "shorten the sequence" in caught.value.hint
     with pytest.raises(DataError, match="hold 7 tokens, too few"):
-        build_corpus_order(dataset, range(2), 2**34, cut, IndexCache(None))
+        build_corpus_order(dataset, range(2), 2**34, cut, IndexCache(tmp_path))
 
 
 def test_no_text_is_refused(tmp_path: Path) -> None:
@@ -176,4 +156,4 @@ def test_no_text_is_refused(tmp_path: Path) -> None:
     (tmp_path / "corpus.bin").touch()
     dataset = IndexedDataset(tmp_path / "corpus")
     with pytest.raises(DataError, match="documents 1 to 3 of 3 hold no tokens"):
-        build_corpus_order(dataset, range(1, 3), 5, SequenceSettings(4, 1), IndexCache(None))
+        build_corpus_order(dataset, range(1, 3), 5, SequenceSettings(4, 1), IndexCache(tmp_path))

@@ -19,7 +19,7 @@ from trainyard.data import tokenizer as subject
 from trainyard.data.tokenizer import Tokenizer, Windows, load_tokenizer
 from trainyard.errors import DataError
 
-EVERY_SPACE = [chr(code) for code in range(0x110000) if chr(code).isspace()]
+EVERY_SPACE = [chr(code) for code in range(0x3001) if chr(code).isspace()]
 FRAGMENTS = [
     *EVERY_SPACE,
     *["'s", "'S", "'ll", "'re", "'", "''", "'t'd've", "can't", "\u2019s"],

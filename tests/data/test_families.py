@@ -24,8 +24,7 @@ from tokenizers import Regex, pre_tokenizers
 from tokenizers import Tokenizer as HuggingFaceTokenizer
 
 from trainyard.data import tokenizer as subject
-from trainyard.data.engines import DigitsEngine, GigatokenEngine
-from trainyard.data.tokenizer import Tokenizer, load_tokenizer
+from trainyard.data.tokenizer import GigatokenEngine, Tokenizer, load_tokenizer
 from trainyard.data.vocabulary import load_vocabulary, save_vocabulary
 from trainyard.errors import DataError
 
@@ -121,9 +120,8 @@ def assert_exact(tokenizer: Tokenizer, reference: HuggingFaceTokenizer, texts: l
 
 
 def test_the_fast_engine_is_in_use(published: Published) -> None:
-    kind = DigitsEngine if published.folder.name == "smollm2" else GigatokenEngine
-    assert isinstance(published.text._engine, kind)
-    assert isinstance(published.parsing._engine, kind)
+    assert isinstance(published.text._engine, GigatokenEngine)
+    assert isinstance(published.parsing._engine, GigatokenEngine)
 
 
 def test_words_have_the_ids_of_the_reference(published: Published) -> None:

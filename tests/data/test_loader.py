@@ -11,10 +11,11 @@ from torch import Tensor
 
 from trainyard.config.run import Blend, Run
 from trainyard.data.corpus_order import SequenceSettings
+from trainyard.data.index_cache import IndexCache
 from trainyard.data.indexed import IndexedWriter
 from trainyard.data.loader import Batch, Loader
 from trainyard.data.order import SequenceOrder, build_order
-from trainyard.planning.batches import BatchSchedule
+from trainyard.layout.batches import BatchSchedule
 
 N = 22  # sequences of the order
 VOCABULARY_SIZE = 1000
@@ -25,9 +26,8 @@ def order(tmp_path: Path) -> SequenceOrder:
     prefix = tmp_path / "corpus"
     with IndexedWriter(prefix, np.dtype(np.uint16)) as writer:
         writer.add_document(np.arange(8 * N + 1, dtype=np.uint16))
-    found = build_order(
-        Blend(prefixes=(str(prefix),)), "1", (None, 0, 0), SequenceSettings(8, seed=5)
-    )["train"]
+    blend, cut = Blend(prefixes=(str(prefix),)), SequenceSettings(8, seed=5)
+    found = build_order(blend, "1", (N, 0, 0), cut, IndexCache(tmp_path / "cache"))["train"]
     assert found is not None
     assert len(found) == N
     return found
@@ -39,7 +39,7 @@ def build_loader(order: SequenceOrder, share: tuple[int, int] = (0, 1)) -> Loade
 
 
 def sequences(order: SequenceOrder, *numbers: int) -> Tensor:
-    return torch.from_numpy(np.stack([order.sequence(number) for number in numbers]))
+    return torch.from_numpy(np.concatenate([order.sequences(number, 1) for number in numbers]))
 
 
 def joined(batch: Batch) -> Tensor:

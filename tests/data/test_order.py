@@ -4,19 +4,20 @@ from __future__ import annotations
 
 import hashlib
 import json
+import tempfile
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
+from trainyard.data import order as subject
 from trainyard.data.index_cache import IndexCache
 from trainyard.data.indexed import IndexedWriter
 from trainyard.data.order import (
     Blend,
     SequenceOrder,
     SequenceSettings,
-    build_order,
     parse_split,
     repeats_alike,
     splits_by_tokens,
@@ -27,13 +28,19 @@ CASES = [
     "synth_949_50_1",
     "synth_949_50_1_seq128",
     "synth_969_30_1",
-    "synth_keep_last_partial_valid",
     "synth_no_weights",
-    "synth_noextra",
     "synth_per_split",
     "synth_single",
 ]
 CUT = SequenceSettings(8, 1234)
+
+
+def build_order(*arguments: Any) -> dict[Any, SequenceOrder | None]:
+    """Builds the orders of a run, in a cache of their own if none is given."""
+    if isinstance(arguments[-1], IndexCache):
+        return {**subject.build_order(*arguments)}
+    with tempfile.TemporaryDirectory() as folder:
+        return {**subject.build_order(*arguments, IndexCache(Path(folder)))}
 
 
 @pytest.mark.parametrize("weights", [(), (0.3, 0.7)])
@@ -59,41 +66,35 @@ def sha256(array: np.ndarray, dtype: str) -> str:
     return hashlib.sha256(np.ascontiguousarray(array, dtype).tobytes()).hexdigest()
 
 
-def golden_orders(
-    case: dict[str, Any], folder: Path, cache: Path | None
-) -> tuple[SequenceSettings, dict[str, SequenceOrder | None]]:
+def golden_orders(case: dict[str, Any], folder: Path) -> dict[Any, SequenceOrder | None]:
     def blend(given: Any) -> Blend:
         prefixes, weights = given
         paths = tuple(str(folder / "data" / prefix) for prefix in prefixes)
         return Blend(prefixes=paths, weights=tuple(weights or ()))
 
     blends = blend(case["blend"]) if case["blend"] else tuple(map(blend, case["blend_per_split"]))
-    cut = SequenceSettings(
-        case["seq"],
-        case["seed"],
-        extra_token=case["options"].get("add_extra_token_to_sequence", True),
-        drop_last_partial=case["options"].get("drop_last_partial_validation_sequence", True),
-    )
-    return cut, build_order(blends, case["split"], tuple(case["sizes"]), cut, IndexCache(cache))
+    cut = SequenceSettings(case["seq"], case["seed"])
+    sizes = [size or 0 for size in case["sizes"]]  # a split of one pass, None, is not built here
+    return build_order(blends, case["split"], tuple(sizes), cut)
 
 
-@pytest.mark.parametrize("in_memory", [True, False])
 @pytest.mark.parametrize("name", CASES)
-def test_megatrons_order(shared_data: Path, tmp_path: Path, name: str, in_memory: bool) -> None:
+def test_megatrons_order(shared_data: Path, name: str) -> None:
     folder = shared_data / "golden"
     case = json.loads((folder / f"{name}.json").read_text())
     with np.load(folder / f"{name}.npz", allow_pickle=False) as npz:
         arrays = dict(npz)
-    cut, orders = golden_orders(case, folder, None if in_memory else tmp_path)
+    orders = golden_orders(case, folder)
     if case["split"]:
         assert list(map(list, parse_split(case["split"]))) == case["split_matrix"]
     assert set(orders) == set(case["splits"])
-    for split, facts in case["splits"].items():
+    for (split, facts), size in zip(case["splits"].items(), case["sizes"], strict=True):
         order = orders[split]
-        assert order is not None
-        assert len(order) == facts["length"]
-        check_arrays(order, facts)
-        check_sequences(order, cut, split, arrays)
+        assert (order is None) == (size is None)
+        if order is not None:
+            assert len(order) == facts["length"]
+            check_arrays(order, facts)
+            check_sequences(order, split, arrays)
 
 
 def check_arrays(order: SequenceOrder, facts: dict[str, Any]) -> None:
@@ -118,15 +119,9 @@ def check_arrays(order: SequenceOrder, facts: dict[str, Any]) -> None:
     assert sha256(order.dataset_sample_index, "<i8") == facts["dataset_sample_index_full_sha256"]
 
 
-def check_sequences(
-    order: SequenceOrder, cut: SequenceSettings, split: str, arrays: dict[str, np.ndarray]
-) -> None:
-    hashes = arrays[f"{split}_tokens_sha256_16"]
-    rows = order.sequences(0, len(hashes))
-    tokens = rows[:, : cut.sequence_length]
-    if not cut.extra_token:  # Megatron-LM pads the label that is missing
-        rows = np.pad(rows, ((0, 0), (0, 1)))
-    labels = rows[:, 1:]
+def check_sequences(order: SequenceOrder, split: str, arrays: dict[str, np.ndarray]) -> None:
+    rows = order.sequences(0, len(arrays[f"{split}_tokens_sha256_16"]))
+    tokens, labels = rows[:, :-1], rows[:, 1:]
     for kind, values in (("tokens", tokens), ("labels", labels)):
         digests = [hashlib.sha256(row.tobytes()).digest()[:16] for row in values]
         assert digests == [row.tobytes() for row in arrays[f"{split}_{kind}_sha256_16"]]
@@ -136,28 +131,16 @@ def check_sequences(
 
 def test_one_sequence_is_a_row_of_many(shared_data: Path) -> None:
     folder = shared_data / "golden"
-    case = json.loads((folder / "synth_keep_last_partial_valid.json").read_text())
-    _, orders = golden_orders(case, folder, None)
-    order = orders["valid"]
+    case = json.loads((folder / "synth_949_50_1.json").read_text())
+    order = golden_orders(case, folder)["valid"]
     assert order is not None
     rows = order.sequences(100, 700)
     for index in (100, 350, 799):
-        assert (order.sequence(index) == rows[index - 100]).all()
+        assert (order.sequences(index, 1) == rows[index - 100]).all()
     assert order.sequences(2000, 0).shape == (0, 1025)
     for start, count in ((-1, 1), (1999, 2), (0, 2001)):
         with pytest.raises(IndexError, match=f"sequences {start} to {start + count} of 2000"):
             order.sequences(start, count)
-
-
-def test_padding_is_counted(tmp_path: Path) -> None:
-    write_corpus(tmp_path / "corpus", [7] * 3)
-    cut = SequenceSettings(8, 3, drop_last_partial=False)
-    blend = Blend(prefixes=(str(tmp_path / "corpus"),))
-    order = build_order((Blend(), blend, Blend()), None, (None, None, None), cut)["valid"]
-    assert order is not None
-    real = order.n_real_tokens(0, 3)
-    assert sorted(real.tolist()) == [5, 9, 9]
-    assert ((order.sequences(0, 3) > 0).sum(axis=1) == real).all()
 
 
 def write_corpus(prefix: Path, lengths: list[int]) -> str:
@@ -233,14 +216,12 @@ def test_damaged_arrays_are_built_again(
         assert path.read_bytes() == intact
 
 
-@pytest.mark.parametrize(
-    "change", [{"seed": 5}, {"sequence_length": 9}, {"extra_token": False}, {"split": "7,2,1"}]
-)
+@pytest.mark.parametrize("change", [{"seed": 5}, {"sequence_length": 9}, {"split": "7,2,1"}])
 def test_other_settings_get_another_order(
     tmp_path: Path, corpora: tuple[str, str], change: dict[str, Any]
 ) -> None:
-    def build(split: str = "8,1,1", seed: int = 1, **settings: Any) -> list[Any]:
-        cut = SequenceSettings(settings.pop("sequence_length", 8), seed, **settings)
+    def build(split: str = "8,1,1", seed: int = 1, sequence_length: int = 8) -> list[Any]:
+        cut = SequenceSettings(sequence_length, seed)
         blend, cache = Blend(prefixes=corpora, weights=(1, 3)), IndexCache(tmp_path / "cache")
         orders = build_order(blend, split, (90, 10, 5), cut, cache)
         return everything(orders)
@@ -279,7 +260,7 @@ def test_within_one_pass_the_order_does_not_depend_on_the_size(
 
 
 def test_splits_that_nobody_asks_for_are_left_out(corpora: tuple[str, str]) -> None:
-    orders = build_order(Blend(prefixes=corpora), "9,1", (50, 0, None), CUT)
+    orders = build_order(Blend(prefixes=corpora), "9,1", (50, 0, 0), CUT)
     assert [order and len(order) for order in orders.values()] == [50, None, None]
 
 
@@ -304,15 +285,19 @@ def test_few_documents_are_split_by_tokens(n_documents: int, split: str, expecte
 def test_a_split_by_tokens_gives_each_token_to_one_split(
     tmp_path: Path, lengths: list[int]
 ) -> None:
-    """Sequences of one token, so that nothing is left over: token j of the file is j + 1."""
+    """Sequences of one token and its label, so none is left over: token j of the file is j + 1."""
     blend = Blend(prefixes=(write_corpus(tmp_path / "corpus", lengths),))
-    cut = SequenceSettings(1, 1, extra_token=False)
-    arguments = (blend, "8,1,1", (None, None, None), cut, IndexCache(tmp_path / "cache"))
+    cut = SequenceSettings(1, 1)
+    arguments = (blend, "8,1,1", (799, 99, 99), cut, IndexCache(tmp_path / "cache"))
     for _ in range(2):  # built, and read from the cache
-        train, valid, test = map(sorted, map(np.ravel, everything(build_order(*arguments))))
-        assert train == list(range(1, 801))
-        assert valid == list(range(801, 901))
-        assert test == list(range(901, 1001))
+        train, valid, test = map(np.array, everything(build_order(*arguments)))
+        for rows, tokens in (
+            (train, range(1, 801)),
+            (valid, range(801, 901)),
+            (test, range(901, 1001)),
+        ):
+            assert len(np.unique(rows[:, 0])) == len(rows) == len(tokens) - 1
+            assert np.unique(rows).tolist() == list(tokens)
 
 
 def test_sequences_are_cut_from_one_long_document(tmp_path: Path) -> None:
@@ -360,11 +345,6 @@ def test_an_empty_part_that_is_wanted_is_refused(corpora: tuple[str, str]) -> No
         build_order(Blend(prefixes=corpora), "9,1,0", (50, 5, 7), CUT)
     with pytest.raises(DataError, match="b: the test split gets none of its 900 tokens"):
         build_order(Blend(prefixes=corpora[1:]), "9999,0.5,0.5", (50, 0, 7), CUT)
-
-
-def test_weights_need_a_size(corpora: tuple[str, str]) -> None:
-    with pytest.raises(DataError, match="a blend with weights and no size"):
-        build_order(Blend(prefixes=corpora, weights=(1.0, 1.0)), "9,1", (None, None, None), CUT)
 
 
 def test_a_corpus_drawn_too_often_is_refused(tmp_path: Path) -> None:

@@ -9,6 +9,7 @@ import sys
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -17,10 +18,10 @@ import pytest
 import tiktoken
 from hypothesis import given
 from hypothesis import strategies as st
+from tests.data.families import put
 from tokenizers import Tokenizer as HuggingFaceTokenizer
 
 from trainyard.corpus.preparation.train_tokenizer import train_tokenizer
-from trainyard.data import engines
 from trainyard.data import tokenizer as subject
 from trainyard.data.tokenizer import Tokenizer, load_tokenizer
 from trainyard.data.vocabulary import Vocabulary, byte_symbols, holds_tokenizer, load_vocabulary
@@ -50,7 +51,7 @@ def corpus() -> list[str]:
 
 
 def test_the_fast_engine_is_in_use(gpt2: Tokenizer) -> None:
-    assert isinstance(gpt2._engine, engines.GigatokenEngine)
+    assert isinstance(gpt2._engine, subject.GigatokenEngine)
     assert gpt2.vocabulary_size == 50257
     assert gpt2.eod_id == 50256
     assert gpt2.name == "gpt2"
@@ -144,21 +145,21 @@ def test_an_id_outside_the_vocabulary_is_refused(trained: Tokenizer, token_id: i
 
 def test_the_known_answers_for_gpt2_are_those_of_the_reference(gpt2: Tokenizer) -> None:
     rules = gpt2.vocabulary.render_json(with_special_tokens=False)
-    reference = engines.HuggingFaceEngine(rules)
-    assert engines._digest_answers(rules, reference) == engines._GPT2_ANSWERS
-    assert engines._digest_answers(rules + " ", reference) != engines._GPT2_ANSWERS
+    answers = subject.HuggingFaceEngine(rules).encode_batch(subject._tricky_texts())
+    assert subject._digest_answers(rules, answers) == subject._GPT2_ANSWERS
+    assert subject._digest_answers(rules + " ", answers) != subject._GPT2_ANSWERS
 
 
 def test_an_engine_that_differs_is_not_used(
-    trained_folder: Path, caplog: pytest.LogCaptureFixture
+    trained_folder: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     vocabulary = load_vocabulary(trained_folder)
-    reference = engines.HuggingFaceEngine(vocabulary.render_json(with_special_tokens=False))
-    same = engines.GigatokenEngine(vocabulary.render_json(with_special_tokens=False))
-    other = engines.GigatokenEngine(vocabulary.render_json())
-    assert engines._choose_engine(same, reference, "a", b"") is same
+    build = partial(subject.build_engine, vocabulary, "a", with_special_tokens=False)
+    assert isinstance(build(), subject.GigatokenEngine)
     assert not caplog.text
-    assert engines._choose_engine(other, reference, "a", b"") is reference
+    other = partial(subject.GigatokenEngine, vocabulary, with_special_tokens=True)
+    monkeypatch.setattr(subject, "GigatokenEngine", lambda _, reference, **__: other(reference))
+    assert isinstance(build(), subject.HuggingFaceEngine)
     assert "tokenizer a: the fast engine's ids differ" in caplog.text
 
 
@@ -176,7 +177,7 @@ def test_a_vocabulary_the_fast_engine_refuses_is_still_served(
     with caplog.at_level(logging.WARNING):
         tokenizer = load_tokenizer(tmp_path)
     assert "the fast engine" in caplog.text
-    assert isinstance(tokenizer._engine, engines.HuggingFaceEngine)
+    assert isinstance(tokenizer._engine, subject.HuggingFaceEngine)
     tokens, lengths = tokenizer.encode_batch(["redo the end", "", "x"])
     assert tokenizer.decode(tokens) == "redo the endx"
     assert lengths[1:].tolist() == [0, 1]
@@ -192,7 +193,9 @@ def test_a_vocabulary_the_fast_engine_refuses_is_still_served(
 
 
 def test_the_cache_of_the_fast_engine_is_made_anew(trained_folder: Path) -> None:
-    engine = engines.GigatokenEngine(load_vocabulary(trained_folder).render_json())
+    vocabulary = load_vocabulary(trained_folder)
+    reference = subject.HuggingFaceEngine("")
+    engine = subject.GigatokenEngine(vocabulary, reference, with_special_tokens=True)
     before = engine._tokenizer
     engine.cache_limit_bytes = -(2**40)
     engine.check_every_tokens = 2
@@ -206,7 +209,7 @@ def test_the_cache_of_the_fast_engine_is_made_anew(trained_folder: Path) -> None
 def test_the_package_awkward_is_neither_imported_nor_hidden(
     trained: Tokenizer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert isinstance(trained._engine, engines.GigatokenEngine)
+    assert isinstance(trained._engine, subject.GigatokenEngine)
     monkeypatch.delitem(sys.modules, "awkward", raising=False)
     expected = trained.encode("undo the end")
     assert "awkward" not in sys.modules
@@ -224,14 +227,14 @@ def test_threads_encode_at_once(
     trained: Tokenizer, is_renewed: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if is_renewed:  # before each text
-        monkeypatch.setattr(engines.GigatokenEngine, "check_every_tokens", 0)
-        monkeypatch.setattr(engines.GigatokenEngine, "cache_limit_bytes", -(2**60))
+        monkeypatch.setattr(subject.GigatokenEngine, "check_every_tokens", 0)
+        monkeypatch.setattr(subject.GigatokenEngine, "cache_limit_bytes", -(2**60))
     text = "undo the end " * 20_000  # long enough for the threads to meet in the engine
     expected = trained.encode_batch([text])[0].tolist()
     with ThreadPoolExecutor(4) as threads:
         found = list(threads.map(trained.encode_batch, [[text]] * 24))
     assert all(tokens.tolist() == expected for tokens, _ in found)
-    assert not isinstance(sys.modules.get("awkward"), engines._Awkward)
+    assert not isinstance(sys.modules.get("awkward"), subject._Awkward)
 
 
 MEASURE_MEMORY = """
@@ -317,42 +320,33 @@ def _keep_bytes_from(first: int) -> Callable[[Any], Any]:
     return change
 
 
-def _put(*path: str, value: object) -> Callable[[Any], Any]:
-    def change(content: Any) -> None:
-        for name in path[:-1]:
-            content = content[name]
-        content[path[-1]] = value
-
-    return change
-
-
 BROKEN = [
     (
-        _put("model", "type", value="WordPiece"),
+        put("model", "type", value="WordPiece"),
         "is not a supported tokenizer: model.type is 'WordPiece', not 'BPE'",
     ),
-    (_put("model", value=None), "model.type is None, not 'BPE'"),
-    (_put("model", "end_of_word_suffix", value="</w>"), "model.end_of_word_suffix is '</w>'"),
-    (_put("pre_tokenizer", value={"type": "Whitespace"}), "ends in 'Whitespace'"),
-    (_put("pre_tokenizer", value=None), "pre_tokenizer ends in None"),
+    (put("model", value=None), "model.type is None, not 'BPE'"),
+    (put("model", "end_of_word_suffix", value="</w>"), "model.end_of_word_suffix is '</w>'"),
+    (put("pre_tokenizer", value={"type": "Whitespace"}), "ends in 'Whitespace'"),
+    (put("pre_tokenizer", value=None), "pre_tokenizer ends in None"),
     (
-        _put("pre_tokenizer", "add_prefix_space", value=True),
+        put("pre_tokenizer", "add_prefix_space", value=True),
         "'ByteLevel' puts a space before a text",
     ),
-    (_put("added_tokens", value=[{"id": 3}]), "is malformed: KeyError 'content'"),
-    (_put("model", "vocab", "a", value="x"), "an id is not a whole number"),
-    (_put("model", "vocab", "new", value=5000), "321 tokens have the ids 0 to 5000"),
-    (_put("model", "vocab", "new", value=5), "321 tokens have the ids 0 to 319"),
-    (_put("model", "vocab", "new", value=-1), "321 tokens have the ids -1 to 319"),
+    (put("added_tokens", value=[{"id": 3}]), "is malformed: KeyError 'content'"),
+    (put("model", "vocab", "a", value="x"), "an id is not a whole number"),
+    (put("model", "vocab", "new", value=5000), "321 tokens have the ids 0 to 5000"),
+    (put("model", "vocab", "new", value=5), "321 tokens have the ids 0 to 319"),
+    (put("model", "vocab", "new", value=-1), "321 tokens have the ids -1 to 319"),
     (
-        _put("added_tokens", 0, "id", value=7),
+        put("added_tokens", 0, "id", value=7),
         "the added token '<|endoftext|>' has id 7, but Hugging Face's tokenizers gives it 319",
     ),
-    (_put("model", "vocab", "漢", value=320), "the token '漢' (id 320) is not bytes"),
-    (_put("model", "merges", value=[7]), "is malformed: TypeError 'int' object is not"),
-    (_put("model", "merges", value=["a b c"]), "merge 0 is ('a', 'b', 'c'), not two tokens"),
+    (put("model", "vocab", "漢", value=320), "the token '漢' (id 320) is not bytes"),
+    (put("model", "merges", value=[7]), "is malformed: TypeError 'int' object is not"),
+    (put("model", "merges", value=["a b c"]), "merge 0 is ('a', 'b', 'c'), not two tokens"),
     (
-        _put("model", "merges", value=["q q"]),
+        put("model", "merges", value=["q q"]),
         "merge 0 'q' + 'q' needs the token 'qq', which is not",
     ),
     (_drop(EOT), "has no token <|endoftext|>"),

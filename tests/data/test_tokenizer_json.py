@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.data.families import TEXTS, build_content, load_reference, write_folder
+from tests.data.families import TEXTS, build_content, load_reference, put, write_folder
 
 from trainyard.data import tokenizer as subject
 from trainyard.data.tokenizer import Tokenizer, load_tokenizer
@@ -215,18 +215,9 @@ def test_an_end_that_is_missing_or_ambiguous_is_refused(
     assert hint in caught.value.hint
 
 
-def _change(*path: str, value: object) -> Callable[[Any], None]:
-    def change(content: Any) -> None:
-        for name in path[:-1]:
-            content = content[name]
-        content[path[-1]] = value
-
-    return change
-
-
 def _steps(*kinds: str) -> Callable[[Any], None]:
     steps = [{"type": kind} for kind in kinds]
-    return _change("pre_tokenizer", value={"type": "Sequence", "pretokenizers": steps})
+    return put("pre_tokenizer", value={"type": "Sequence", "pretokenizers": steps})
 
 
 def _split(**changes: object) -> Callable[[Any], None]:
@@ -238,7 +229,7 @@ def _split(**changes: object) -> Callable[[Any], None]:
 
 def _template(*items: str) -> Callable[[Any], None]:
     single = [{item: {"id": "A", "type_id": 0}} for item in items]
-    return _change("post_processor", value={"type": "TemplateProcessing", "single": single})
+    return put("post_processor", value={"type": "TemplateProcessing", "single": single})
 
 
 def _with_unknown(content: Any) -> None:
@@ -253,15 +244,13 @@ def _flag(**flags: bool) -> Callable[[Any], None]:
 @pytest.mark.parametrize(
     ("change", "problem"),
     [
-        (_change("model", value={"type": "Unigram", "vocab": []}), "model.type is 'Unigram', not"),
-        (_change("model", "byte_fallback", value=True), "model.byte_fallback is True"),
-        (_change("model", "dropout", value=0.1), "model.dropout is 0.1"),
+        (put("model", value={"type": "Unigram", "vocab": []}), "model.type is 'Unigram', not"),
+        (put("model", "byte_fallback", value=True), "model.byte_fallback is True"),
+        (put("model", "dropout", value=0.1), "model.dropout is 0.1"),
         (_with_unknown, "model.unk_token is '!', for bytes without a token"),
-        (_change("normalizer", value={"type": "NFKC"}), "normalizer 'NFKC'"),
+        (put("normalizer", value={"type": "NFKC"}), "normalizer 'NFKC'"),
         (
-            _change(
-                "normalizer", value={"type": "Sequence", "normalizers": [{"type": "Lowercase"}]}
-            ),
+            put("normalizer", value={"type": "Sequence", "normalizers": [{"type": "Lowercase"}]}),
             "normalizer 'Lowercase'",
         ),
         (_steps("Metaspace"), "pre_tokenizer ends in 'Metaspace', not 'ByteLevel'"),
@@ -276,13 +265,13 @@ def _flag(**flags: bool) -> Callable[[Any], None]:
             "post_processor 'TemplateProcessing' adds tokens after",
         ),
         (
-            _change("post_processor", value={"type": "RobertaProcessing"}),
+            put("post_processor", value={"type": "RobertaProcessing"}),
             "post_processor 'RobertaPro",
         ),
-        (_change("decoder", value={"type": "Metaspace"}), "decoder is {'type': 'Metaspace'}, not"),
+        (put("decoder", value={"type": "Metaspace"}), "decoder is {'type': 'Metaspace'}, not"),
         (_flag(lstrip=True, single_word=True), "lstrip, single_word of the added token '<think>'"),
         (_flag(normalized=True), "normalized of the added token '<think>'"),
-        (_change("pre_tokenizer", value="x"), "is malformed: AttributeError"),
+        (put("pre_tokenizer", value="x"), "is malformed: AttributeError"),
     ],
 )
 def test_what_is_not_supported_is_named(
@@ -301,7 +290,7 @@ def test_what_is_not_supported_is_named(
 
 def test_all_that_is_not_supported_is_named_at_once(tmp_path: Path) -> None:
     content = build_content("qwen3")
-    _change("normalizer", value={"type": "NFKC"})(content)
+    put("normalizer", value={"type": "NFKC"})(content)
     _split(behavior="Removed")(content)
     (tmp_path / "tokenizer.json").write_text(json.dumps(content), "utf-8")
     with pytest.raises(

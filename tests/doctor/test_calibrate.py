@@ -9,8 +9,7 @@ import pytest
 
 from trainyard.config.cluster import read_cluster
 from trainyard.config.load import load_run
-from trainyard.doctor.calibrate import calibrate, refuse_file, write_cluster
-from trainyard.doctor.verdict import (
+from trainyard.doctor.diagnosis import (
     BETWEEN_NODES,
     IN_NODE,
     LATENCY,
@@ -19,11 +18,14 @@ from trainyard.doctor.verdict import (
     Measurement,
     Row,
     Shape,
+    calibrate,
+    refuse_file,
+    write_cluster,
 )
 from trainyard.errors import MachineError
+from trainyard.layout.resolve import resolve
 from trainyard.planning.clusters import find_machine
 from trainyard.planning.hardware import Machine
-from trainyard.planning.resolve import resolve
 from trainyard.planning.time import step_time
 
 OWN = """

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from trainyard.doctor.diagnosis import PASS, WARN
 from trainyard.doctor.environment import (
     SETTINGS,
     check_binding,
@@ -16,9 +17,7 @@ from trainyard.doctor.environment import (
     describe_machine,
     find_wrong_interface,
     format_cpus,
-    parse_cpus,
 )
-from trainyard.doctor.verdict import PASS, WARN
 from trainyard.launch.environment import Process, bound_to, read_variables
 
 INTERFACES = ["lo", "eth0", "hsn0", "hsn1"]
@@ -49,7 +48,6 @@ def test_what_is_said_of_this_machine() -> None:
     [("0-3,8", {0, 1, 2, 3, 8}), ("7", {7}), ("0,2,4-5", {0, 2, 4, 5}), ("", set())],
 )
 def test_lists_of_processors(text: str, cpus: set[int]) -> None:
-    assert parse_cpus(text) == cpus
     assert format_cpus(cpus) == text
 
 

@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 
 from trainyard.doctor import filesystem
+from trainyard.doctor.diagnosis import PASS, REPLACE, WARN
 from trainyard.doctor.filesystem import (
     NEW,
     describe_folder,
@@ -15,7 +16,6 @@ from trainyard.doctor.filesystem import (
     trial_folder,
     try_guarantees,
 )
-from trainyard.doctor.verdict import PASS, REPLACE, WARN
 from trainyard.errors import MachineError
 
 

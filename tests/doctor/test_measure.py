@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 
 from trainyard.doctor import measure
+from trainyard.doctor.diagnosis import BETWEEN_NODES, IN_NODE, LATENCY, OF_ALL
 from trainyard.doctor.measure import (
     ROUNDS,
     Size,
@@ -21,7 +22,6 @@ from trainyard.doctor.measure import (
     pair_rounds,
     time_call,
 )
-from trainyard.doctor.verdict import BETWEEN_NODES, IN_NODE, LATENCY, OF_ALL
 
 CPU = torch.device("cpu")
 TINY = Size(64, 32, 2, copied_bytes=2**16, reduced_bytes=2**16, sent_bytes=2**16)

@@ -14,14 +14,14 @@ STUCK = """
 import os, signal, sys, time
 from pathlib import Path
 import torch
-from trainyard.doctor import rank_group
+from trainyard.doctor import examine
 from trainyard.launch.environment import read_process
 from trainyard.launch.local import run_ranks
 from trainyard.log import build_logger
 from trainyard.parallel.start import start_ranks
 
 stops = sys.argv[1] == "stops"
-rank_group.POLL_SECONDS, rank_group.ANSWER_SECONDS = 0.1, 1.0 if stops else 900.0
+examine.POLL_SECONDS, examine.ANSWER_SECONDS = 0.1, 1.0 if stops else 900.0
 build_logger()
 process = read_process()
 if process.n_ranks == 1:
@@ -30,7 +30,7 @@ if process.n_ranks == 1:
     except Exception as error:
         sys.exit(f"{error}")
 with start_ranks(process, torch.device("cpu"), dict) as ranks:
-    with rank_group.RankGroup(process, ranks.store, 900.0) as together:
+    with examine.RankGroup(process, ranks.store, 900.0) as together:
         together.enter("the collectives")
         together.wait()
         if process.rank == 1:

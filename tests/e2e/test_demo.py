@@ -11,7 +11,7 @@ from tests.command import trainyard
 
 from trainyard.cli import demo
 from trainyard.config.load import load_run
-from trainyard.planning.resolve import resolve
+from trainyard.layout.resolve import resolve
 
 FILES = 61
 

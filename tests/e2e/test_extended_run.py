@@ -13,7 +13,7 @@ from tests.faults.small_run import small_overrides, write_tokens
 from trainyard.config.load import load_run
 from trainyard.config.run import Run
 from trainyard.errors import CheckpointError
-from trainyard.training.run_folder import write_run_folder
+from trainyard.training.run_folder import open_run, write_run_folder
 
 N_STEPS, SEAM = 6, 3
 TENSOR = ["parallel.tensor=2", "parallel.zero_stage=0"]
@@ -106,7 +106,7 @@ def test_it_ends_no_earlier_than_it_has_come(tokens: Path, tmp_path: Path) -> No
     assert train(tmp_path, run_of(tokens, N_STEPS)) == [0]
     shutil.rmtree(tmp_path / "checkpoints" / f"step-{N_STEPS:08d}")
     with pytest.raises(CheckpointError) as raised:
-        write_run_folder(tmp_path, run_of(tokens, SEAM - 1), "auto")
+        write_run_folder(open_run(tmp_path, run=run_of(tokens, SEAM - 1)), "auto")
     assert raised.value.problem == (
         "the checkpoint of step 3 belongs to another run:\n"
         "  train.length='2 steps' ends at step 2, before the checkpoint's step 3"
@@ -114,5 +114,5 @@ def test_it_ends_no_earlier_than_it_has_come(tokens: Path, tmp_path: Path) -> No
     assert not (tmp_path / "history").exists()
     assert train(tmp_path, run_of(tokens, SEAM + 1)) == [0]
     assert [line["step"] for line in lines(tmp_path, "end")] == [N_STEPS, SEAM + 1]
-    write_run_folder(tmp_path, run_of(tokens, N_STEPS), "overwrite")
+    write_run_folder(open_run(tmp_path, run=run_of(tokens, N_STEPS)), "overwrite")
     assert not (tmp_path / "history").exists()

@@ -19,6 +19,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from tests.command import Fork, call
+from tests.layouts import read_layout
 
 from trainyard.checkpoint.load import load_tensors
 from trainyard.checkpoint.resume import newest_checkpoint
@@ -32,7 +33,7 @@ from trainyard.corpus.preparation.prepare import prepare
 from trainyard.corpus.preparation.train_tokenizer import train_tokenizer
 from trainyard.launch.environment import Process, rank_environment
 from trainyard.training import worker
-from trainyard.training.run_folder import write_run_folder
+from trainyard.training.run_folder import open_run, write_run_folder
 from trainyard.training.stop import Stop, StopReason
 
 pytestmark = pytest.mark.exhaustive
@@ -42,16 +43,7 @@ N_STEPS = 8
 SEQUENCE_LENGTH = 64
 # Of a loss: sums of some thousand fp32 numbers in another order.
 CLOSE = 3e-6
-LAYOUTS: dict[str, tuple[int, list[str]]] = {
-    "data 2, ZeRO 0": (2, ["parallel.zero_stage=0"]),
-    "data 2, ZeRO 3": (2, ["parallel.zero_stage=3"]),
-    "tensor 2 x pipeline 2": (
-        4,
-        ["parallel.tensor=2", "parallel.pipeline=2", "parallel.sequence=true"],
-    ),
-    "context 2": (2, ["parallel.context=2"]),
-    "data 2 x tensor 2 x pipeline 2": (8, ["parallel.tensor=2", "parallel.pipeline=2"]),
-}
+LAYOUTS = ("dp2 zero0", "dp2 zero3", "tp2 pp2 sequence", "cp2", "dp2 tp2 pp2")
 
 
 @pytest.fixture(scope="module")
@@ -92,7 +84,7 @@ def train(
     prepare_rank: Callable[[int], None] = lambda _rank: None,
 ) -> list[int]:
     """Trains in forks of this process, each with a log of its own; gives their exit codes."""
-    write_run_folder(folder, run, "auto")
+    write_run_folder(open_run(folder, run=run), "auto")
     (folder / "logs").mkdir(exist_ok=True)
     (folder / "store").unlink(missing_ok=True)
     reading, writing = os.pipe()
@@ -154,8 +146,8 @@ def trained(corpus: list[str], tmp_path_factory: pytest.TempPathFactory) -> Call
     def get(name: str) -> Path:
         if name not in folders:
             folder = tmp_path_factory.mktemp("layout")
-            n_ranks, overrides = LAYOUTS[name]
-            codes = train(folder, run_of(corpus, *overrides), n_ranks)
+            n_ranks = read_layout(name).n_ranks
+            codes = train(folder, run_of(corpus, *read_layout(name).overrides), n_ranks)
             assert codes == [0] * n_ranks, said(folder, 0)
             folders[name] = folder
         return folders[name]
@@ -167,7 +159,7 @@ def trained(corpus: list[str], tmp_path_factory: pytest.TempPathFactory) -> Call
 def test_a_layout_trains_as_one_process(
     trained: Callable[[str], Path], alone: Path, name: str
 ) -> None:
-    folder, n_ranks = trained(name), LAYOUTS[name][0]
+    folder, n_ranks = trained(name), read_layout(name).n_ranks
     assert [line["step"] for line in lines(folder, "train")] == list(range(1, N_STEPS + 1))
     assert losses(folder) == pytest.approx(losses(alone), rel=CLOSE)
     assert losses(folder, "evaluate") == pytest.approx(losses(alone, "evaluate"), rel=CLOSE)
@@ -184,7 +176,7 @@ def test_a_layout_trains_as_one_process(
 
 
 def test_only_rank_0_speaks(trained: Callable[[str], Path]) -> None:
-    folder = trained("tensor 2 x pipeline 2")
+    folder = trained("tp2 pp2 sequence")
     screen = said(folder, 0)
     width = len(str(N_STEPS))
     assert [screen.count(f"step {step:>{width}} of {N_STEPS} |") for step in (1, N_STEPS)] == [1, 1]
@@ -192,7 +184,7 @@ def test_only_rank_0_speaks(trained: Callable[[str], Path]) -> None:
     assert [said(folder, rank) for rank in (1, 2, 3)] == ["", "", ""]
 
 
-@pytest.mark.parametrize("name", ["data 2, ZeRO 0", "data 2, ZeRO 3"])
+@pytest.mark.parametrize("name", ["dp2 zero0", "dp2 zero3"])
 def test_samples_are_those_of_one_process(
     trained: Callable[[str], Path], alone: Path, name: str
 ) -> None:
@@ -223,7 +215,7 @@ def stop_at(n_steps: int, rank: int) -> Callable[[int], None]:
 
 
 def test_one_run_in_three_layouts(corpus: list[str], alone: Path, tmp_path: Path) -> None:
-    first = run_of(corpus, *LAYOUTS["tensor 2 x pipeline 2"][1])
+    first = run_of(corpus, *read_layout("tp2 pp2 sequence").overrides)
     assert train(tmp_path, first, 4, stop_at(3, rank=2)) == [0] * 4
     assert "told to: saved step 3 in" in said(tmp_path, 0)
     second = run_of(corpus, "parallel.zero_stage=3", "train.micro_batch_size=1")
@@ -236,12 +228,11 @@ def test_one_run_in_three_layouts(corpus: list[str], alone: Path, tmp_path: Path
     assert losses(tmp_path) == pytest.approx(losses(alone), rel=CLOSE)
 
 
-@pytest.mark.parametrize("name", ["data 2, ZeRO 3", "tensor 2 x pipeline 2"])
+@pytest.mark.parametrize("name", ["dp2 zero3", "tp2 pp2 sequence"])
 def test_resumed_in_the_same_layout_to_the_last_bit(
     corpus: list[str], trained: Callable[[str], Path], tmp_path: Path, name: str
 ) -> None:
-    n_ranks, overrides = LAYOUTS[name]
-    run = run_of(corpus, *overrides)
+    n_ranks, run = read_layout(name).n_ranks, run_of(corpus, *read_layout(name).overrides)
     for _ in range(2):
         assert train(tmp_path, run, n_ranks, stop_at(5, rank=1)) == [0] * n_ranks
     assert losses(tmp_path) == losses(trained(name))
@@ -249,7 +240,7 @@ def test_resumed_in_the_same_layout_to_the_last_bit(
     assert all(torch.equal(found[tensor], expected[tensor]) for tensor in expected)
 
 
-@pytest.mark.parametrize("name", ["tensor 2 x pipeline 2", "data 2, ZeRO 3"])
+@pytest.mark.parametrize("name", ["tp2 pp2 sequence", "dp2 zero3"])
 def test_what_is_done_with_a_checkpoint(
     trained: Callable[[str], Path], alone: Path, name: str, tmp_path: Path
 ) -> None:

@@ -27,7 +27,7 @@ from trainyard.corpus.preparation.prepare import prepare
 from trainyard.corpus.preparation.train_tokenizer import train_tokenizer
 from trainyard.data.vocabulary import load_vocabulary
 from trainyard.errors import CheckpointError
-from trainyard.training.run_folder import write_run_folder
+from trainyard.training.run_folder import open_run, write_run_folder
 from trainyard.training.worker import run_worker
 
 TEXT = "It was a dark and stormy night, and the café 漢 was closed; it was late. "
@@ -58,9 +58,9 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("here")
     prepare_in(folder / "data")
     run = run_of(folder / "data")
-    write_run_folder(folder / "web", run, "auto")
+    write_run_folder(open_run(folder / "web", run=run), "auto")
     (folder / "data/tok").rename(folder / "tok")
-    run_worker(folder / "web")
+    run_worker(open_run(folder / "web"))
     (folder / "tok").rename(folder / "data/tok")
     return folder
 
@@ -150,7 +150,7 @@ def test_another_tokenizer_is_refused_before_it_is_copied(copied: Path) -> None:
     train_tokenizer([TEXT[::-1]] * 3, 280, copied / "data/tok")
     before = (copied / "web/tokenizer" / TOKENIZER).read_bytes()
     with pytest.raises(CheckpointError, match=r"tokenizer.path='.*tok': the tokenizer has finger"):
-        write_run_folder(copied / "web", run_of(copied / "data"), "auto")
+        write_run_folder(open_run(copied / "web", run=run_of(copied / "data")), "auto")
     assert (copied / "web/tokenizer" / TOKENIZER).read_bytes() == before
 
 
@@ -160,6 +160,6 @@ def test_a_run_goes_on_with_its_own_copy(copied: Path) -> None:
     newest = newest_checkpoint(copied / "web/checkpoints")
     own = {"path": str(copied / "web/tokenizer")}
     run = run.model_copy(update={"tokenizer": run.tokenizer.model_copy(update=own)})
-    write_run_folder(copied / "web", run, "must")
-    run_worker(copied / "web", "must")
+    write_run_folder(open_run(copied / "web", run=run), "must")
+    run_worker(open_run(copied / "web"), "must")
     assert newest_checkpoint(copied / "web/checkpoints") == newest

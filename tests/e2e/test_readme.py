@@ -7,6 +7,7 @@ import os
 import re
 import shlex
 import sysconfig
+import tomllib
 from collections.abc import Callable
 from pathlib import Path
 
@@ -14,6 +15,7 @@ import numpy as np
 import pytest
 from tests.command import trainyard
 
+from trainyard import __version__
 from trainyard.data.indexed import IndexedWriter
 
 ROOT = Path(__file__).parents[2]
@@ -22,8 +24,8 @@ STANDARD_LIBRARY = Path(sysconfig.get_paths()["stdlib"])
 SHORTENED = ["train.length=2 steps", "evaluate.batches=1", "log.tensorboard=false"]
 
 
-def section(title: str) -> str:
-    text = (ROOT / "README.md").read_text(encoding="utf-8")
+def section(title: str, page: str = "README.md") -> str:
+    text = (ROOT / page).read_text(encoding="utf-8")
     return text.partition(f"## {title}\n")[2].partition("\n## ")[0]
 
 
@@ -112,13 +114,33 @@ def test_commands_for_your_own_text(tmp_path: Path, write: Callable[[Path], list
 
 
 @pytest.mark.exhaustive
-def test_commands_before_the_queue(tmp_path: Path) -> None:
-    (tmp_path / "recipes").symlink_to(ROOT / "recipes")
-    commands = fenced_commands(section("Before the queue"))
-    assert [command[1] for command in commands] == ["plan", "plan", "plan"]
-    for command, answer in zip(
-        commands, (": fits, ", "fastest layouts", "arguments for the largest: "), strict=True
-    ):
+def test_commands_for_one_gpu(tmp_path: Path) -> None:
+    """Without a GPU; `train`, which would take long, has the model and the steps of a test."""
+    write_texts(tmp_path / "corpus", 20, 200_000)
+    small = ["model.n_layers=1", "model.d_model=16", "model.n_heads=2", "model.d_ff=16"]
+    small += ["train.global_batch_size=2", "train.micro_batch_size=1", "precision.kind=fp32"]
+    small += ["evaluate.sample_interval=0"]
+    shortened = {
+        "doctor": ["--seconds", "0.02", "--gigabytes", "0.01"],
+        "train": [*small, "model.sequence_length=64", *SHORTENED],
+    }
+    said = []
+    for command in fenced_commands(section("One GPU")):
+        result = trainyard(*command[1:], *shortened.get(command[1], []), folder=tmp_path)
+        assert result.returncode == 0, f"{command}: {result.stderr}"
+        said.append(result.stdout)
+    doctor, _, new, plan, _ = said
+    assert "\nverdict: " in doctor
+    assert "\ntrainyard plan big.toml" in new
+    assert plan.startswith("big on 1 device")
+    assert (tmp_path / "runs" / "big" / "metrics.jsonl").exists()
+
+
+@pytest.mark.exhaustive
+def test_commands_of_a_plan(tmp_path: Path) -> None:
+    commands = fenced_commands(section("Plan"))
+    answers = (": fits, ", "fastest layouts", "arguments for the largest: ")
+    for command, answer in zip(commands, answers, strict=True):
         result = trainyard(*command[1:], folder=tmp_path)
         assert result.returncode == 0, f"{command}: {result.stderr}"
         assert answer in result.stdout
@@ -130,9 +152,9 @@ cp "${@: -1}" submitted.sh && echo 4711
 """
 
 
-@pytest.mark.exhaustive
-def test_commands_on_a_cluster(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """All but Slurm, which tests/cluster has."""
+@pytest.fixture
+def login_node(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder with recipes, token files and an image, and an sbatch in the PATH."""
     (tmp_path / "recipes").symlink_to(ROOT / "recipes")
     (tmp_path / "data" / "gpt2").mkdir(parents=True)
     (tmp_path / "trainyard.sif").touch()
@@ -143,36 +165,83 @@ def test_commands_on_a_cluster(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     (tmp_path / "bin/sbatch").write_text(SBATCH)
     (tmp_path / "bin/sbatch").chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}/bin:{os.environ['PATH']}")
-    text = section("On a cluster")
-    (own,) = fenced(text, "toml")
-    assert 15 <= len(own.splitlines()) <= 20
-    (tmp_path / "basement.toml").write_text(own)
+    return tmp_path
+
+
+def run_on_login_node(folder: Path, text: str) -> list[str]:
+    """Runs the commands of a text, all but Slurm, which tests/cluster has; returns the output."""
     said = []
     for command in fenced_commands(text):
-        short = ["--seconds", "0.02", "--gigabytes", "0.01"] if command[1] == "doctor" else []
-        result = trainyard(*command[1:], *short, folder=tmp_path)
+        result = trainyard(*command[1:], folder=folder)
         assert result.returncode == 0, f"{command}: {result.stderr}"
         said.append(result.stdout)
-    cluster, dry, launched, status, planned, ours, doctor = said
-    assert 'partition = "standard-g"' in cluster
+    return said
+
+
+@pytest.mark.exhaustive
+def test_commands_on_a_cluster(login_node: Path) -> None:
+    text = section("A cluster")
+    (own,) = fenced(text, "toml")
+    (login_node / "mine.toml").write_text(own)
+    write_texts(login_node / "corpus", 20, 200_000)
+    prepare = fenced_commands(section("One GPU"))[1]
+    assert trainyard(*prepare[1:], folder=login_node).returncode == 0
+    new, plan, dry, launched, status = run_on_login_node(login_node, text)
+    assert "16 devices (H100)" in new
+    assert ": fits, " in plan
+    assert "#SBATCH --partition=gpu\n" in dry and "#SBATCH --account=my-project\n" in dry
+    assert "\nmodule load cuda\n" in dry
     # What is submitted is what a dry run prints, but for the word.
-    assert (tmp_path / "submitted.sh").read_text() == dry.replace(" --dry-run", "")
+    assert (login_node / "submitted.sh").read_text() == dry.replace(" --dry-run", "")
+    assert launched.startswith("job 4711 is submitted to mine.toml, 2 nodes")
+    assert "4711 on mine.toml, 2 nodes" in status
+
+
+@pytest.mark.exhaustive
+def test_commands_of_the_cluster_tutorial(login_node: Path) -> None:
+    page = "docs/tutorial-cluster.md"
+    cluster, planned = (
+        run_on_login_node(login_node, section(title, page))
+        for title in ("2. Choose a cluster file", "3. Plan")
+    )
+    assert 'partition = "standard-g"' in cluster[0]
+    assert ": fits, " in planned[0] and "fastest layouts" in planned[1]
+    dry, launched, status = run_on_login_node(login_node, section("5. Launch", page))
+    assert (login_node / "submitted.sh").read_text() == dry.replace(" --dry-run", "")
     assert launched.startswith("job 4711 is submitted to lumi, 2 nodes")
     assert "trainyard status lumi-13b" in launched
     assert "4711 on lumi, 2 nodes" in status
-    assert "A100 80GB" in planned
-    assert "fits" in planned
-    assert "#SBATCH --partition=main\n" in ours
-    assert "\nmodule load cuda\n" in ours
-    assert "\nverdict: " in doctor
 
 
-def test_verbs_of_the_readme_are_those_of_the_program() -> None:
-    from trainyard.cli.help import VERBS
+@pytest.mark.exhaustive
+def test_a_cluster_file_of_twenty_lines(login_node: Path) -> None:
+    title = "A cluster file of your own, in twenty lines"
+    own, _ = fenced(section(title, "docs/launching.md"), "toml")
+    assert 15 <= len(own.splitlines()) <= 20
+    (login_node / "basement.toml").write_text(own)
+    run = [
+        "laptop",
+        "train.micro_batch_size=4",
+        'data.blend.prefixes=["data/my-gpt2_text_document"]',
+        "tokenizer.path=gpt2",
+    ]
+    launch = ["launch", *run, "--cluster", "basement.toml", "--nodes", "2", "--dry-run"]
+    result = trainyard(*launch, folder=login_node)
+    assert result.returncode == 0, result.stderr
+    assert "#SBATCH --partition=main\n" in result.stdout
+    assert "\nulimit -c 0 " in result.stdout or "\nulimit -c 0\n" in result.stdout
 
-    table = re.findall(r"^\| (`.*?`) \|", (ROOT / "README.md").read_text(), re.MULTILINE)
-    written = {verb for cell in table for verb in re.findall(r"`(\w+)`", cell)}
-    assert written == {*VERBS}
+
+def test_the_readme_is_short() -> None:
+    assert len((ROOT / "README.md").read_text(encoding="utf-8").splitlines()) <= 160
+
+
+def test_pages_name_this_version() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    assert project["version"] == __version__
+    changes = (ROOT / "CHANGELOG.md").read_text(encoding="utf-8")
+    assert re.findall(r"^## (\d\S+) - \d{4}-\d\d-\d\d$", changes, re.MULTILINE)[0] == __version__
+    assert f"Trainyard {__version__} " in (ROOT / "README.md").read_text(encoding="utf-8")
 
 
 def test_every_path_the_docs_name_exists() -> None:

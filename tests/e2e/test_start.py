@@ -17,8 +17,8 @@ from trainyard.config.load import load_run
 from trainyard.config.run import Run
 from trainyard.errors import CheckpointError, ConfigError, UserError
 from trainyard.export.huggingface import export_huggingface
-from trainyard.planning.resolve import resolve
-from trainyard.training.run_folder import read_history, write_run_folder
+from trainyard.layout.resolve import resolve
+from trainyard.training.run_folder import open_run, read_history, write_run_folder
 from trainyard.training.start import ancestry
 
 SEAM, N_STEPS = 3, 6
@@ -113,7 +113,7 @@ def test_it_resumes_without_its_ancestor_and_has_grandchildren(
     assert train(child, run_of(tokens, N_STEPS, "name=child", *start)) == [0]
     require_same(whole, child)
     grandchild = run_of(tokens, 1, f"train.start_from={child}")
-    write_run_folder(tmp_path / "grandchild", grandchild, "auto")
+    write_run_folder(open_run(tmp_path / "grandchild", run=grandchild), "auto")
     chain = ancestry(tmp_path / "grandchild")
     assert [(each["run"], each["step"]) for each in chain] == [("base", 3), ("child", 6)]
 
@@ -157,7 +157,7 @@ def test_a_start_that_cannot_be_is_refused(
     with pytest.raises(UserError) as raised:
         run = run_of(tokens, N_STEPS, *places, *lowbit)
         resolve(run)
-        write_run_folder(folder, run, "overwrite")
+        write_run_folder(open_run(folder, run=run), "overwrite")
     assert problem in raised.value.problem
     assert not list(folder.iterdir())
 
@@ -170,10 +170,12 @@ def test_imported_weights_have_no_optimizer_and_no_second_start(
     run = run_of(tokens, SEAM, f"train.start_from={exported}", WITH_OPTIMIZER)
     convert_start(run, tmp_path / "new")
     with pytest.raises(CheckpointError, match="has weights alone"):
-        write_run_folder(tmp_path / "new", run, "auto")
+        write_run_folder(open_run(tmp_path / "new", run=run), "auto")
     (tmp_path / "new" / "start" / "checkpoints").rename(tmp_path / "new" / "checkpoints")
     with pytest.raises(CheckpointError, match="has imported weights of its own"):
-        write_run_folder(tmp_path / "new", run_of(tokens, SEAM, f"train.start_from={base}"), "auto")
+        write_run_folder(
+            open_run(tmp_path / "new", run=run_of(tokens, SEAM, f"train.start_from={base}")), "auto"
+        )
 
 
 def test_the_schedule_changes_only_where_the_rate_is_continuous(
@@ -183,7 +185,9 @@ def test_the_schedule_changes_only_where_the_rate_is_continuous(
     shutil.copytree(base, folder)
     cooldown = ["schedule.decay=10 steps", "schedule.cooldown=4 steps", "name=base"]
     with pytest.raises(CheckpointError) as raised:
-        write_run_folder(folder, run_of(tokens, 10, *cooldown, "schedule.kind=cosine"), "auto")
+        write_run_folder(
+            open_run(folder, run=run_of(tokens, 10, *cooldown, "schedule.kind=cosine")), "auto"
+        )
     assert "learning rate at step 6: 0.001 in the checkpoint, now 0.000" in raised.value.problem
     assert train(folder, run_of(tokens, 10, *cooldown)) == [0]
     rates = [line["learning_rate"] for line in lines(folder, "train")][-5:]
@@ -210,10 +214,12 @@ def test_data_changes_from_a_step_on(
     new = write_tokens(tmp_path / "new", seed=8)
     data = [f"data.blend.prefixes=['{new}']", f"data.skip={skip}"]
     with pytest.raises(CheckpointError) as raised:
-        write_run_folder(folder, run_of(tokens, 12, "name=base", *data), "auto")
+        write_run_folder(open_run(folder, run=run_of(tokens, 12, "name=base", *data)), "auto")
     assert "data.from_step=6 changes the data from here on" in str(raised.value.hint)
     with pytest.raises(CheckpointError, match=r"data\.from_step: 0 in the checkpoint, now 5"):
-        write_run_folder(folder, run_of(tokens, 12, *data, "data.from_step=5"), "auto")
+        write_run_folder(
+            open_run(folder, run=run_of(tokens, 12, *data, "data.from_step=5")), "auto"
+        )
     data.append(f"data.from_step={N_STEPS}")
     assert train(folder, run_of(tokens, 12, "name=base", *data)) == [0]
     assert f"the data is new from here, from sequence {first}" in said(folder, 0)
@@ -225,4 +231,4 @@ def test_data_changes_from_a_step_on(
         assert train(halves, run_of(tokens, n_steps, "name=base", *data)) == [0]
     require_same(folder, halves)
     with pytest.raises(ConfigError, match="has no checkpoint"):
-        write_run_folder(tmp_path / "none", run_of(tokens, 12, *data), "auto")
+        write_run_folder(open_run(tmp_path / "none", run=run_of(tokens, 12, *data)), "auto")

@@ -30,8 +30,8 @@ from trainyard.export.huggingface import (
     import_huggingface,
     require_equal_logits,
 )
-from trainyard.planning.batches import BatchSchedule
-from trainyard.planning.resolve import learning_rate, resolve
+from trainyard.layout.batches import BatchSchedule
+from trainyard.layout.resolve import learning_rate, resolve
 
 transformers = pytest.importorskip("transformers")
 

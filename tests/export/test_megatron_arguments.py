@@ -15,7 +15,7 @@ from typer.testing import CliRunner
 from trainyard.cli.main import app
 from trainyard.config.load import all_fields, field_value, load_run
 from trainyard.errors import ConfigError
-from trainyard.export.megatron import flag_of
+from trainyard.export.from_megatron import flag_of
 from trainyard.export.megatron_flags import (
     classify,
     flag_table,

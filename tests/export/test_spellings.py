@@ -12,7 +12,7 @@ import torch
 
 from trainyard.errors import CheckpointError
 from trainyard.export.families import read_config
-from trainyard.model.attention import rotary_table
+from trainyard.model.positions import rotary_table
 
 transformers = pytest.importorskip("transformers")
 

@@ -18,12 +18,12 @@ import torch
 from tests.waiting import WATCHDOG_SECONDS, prepare_fork
 
 from trainyard.bench.job import Steps, prepare_run
-from trainyard.bench.timeline import DeviceClock, Timeline
+from trainyard.bench.measure import Timeline
 from trainyard.config.run import Run
-from trainyard.parallel.mesh import build_mesh
-from trainyard.planning.resolve import resolve
+from trainyard.parallel.mesh import DeviceClock, build_mesh
+from trainyard.training.context import build_context
+from trainyard.training.run_folder import open_run
 from trainyard.training.state import TrainContext
-from trainyard.training.worker import build_context
 
 Found = TypeVar("Found")
 
@@ -63,9 +63,9 @@ def build_on_device(
     """Builds the context of a run as `bench` does, with random tokens to read."""
     folder = Path(mkdtemp())
     run = prepare_run(run, Steps(2, 8), folder)
-    plan = resolve(run, n_ranks)
-    mesh = build_mesh(plan.topology, rank, device)
-    return build_context(folder, run, plan, mesh, Timeline(DeviceClock()))
+    opened = open_run(folder, n_ranks, run)
+    mesh = build_mesh(opened.plan.topology, rank, device)
+    return build_context(opened, mesh, Timeline(DeviceClock()))
 
 
 def in_fork(function: Callable[[], Found], settings: Mapping[str, str]) -> Found:

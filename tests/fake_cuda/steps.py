@@ -18,12 +18,11 @@ from torch import Tensor
 from torch._dynamo.utils import counters as dynamo
 from triton.backends.nvidia.compiler import CUDABackend
 
-from trainyard.bench.measure import OurTraining, TimedTraining
-from trainyard.bench.timeline import DeviceClock, Timeline
+from trainyard.bench.measure import OurTraining, TimedTraining, Timeline
 from trainyard.config.load import load_run
 from trainyard.config.run import Run
 from trainyard.launch.environment import Process
-from trainyard.parallel.mesh import choose_device
+from trainyard.parallel.mesh import DeviceClock, choose_device
 from trainyard.parallel.start import start_ranks
 from trainyard.training.state import TrainContext
 

@@ -1,8 +1,7 @@
 """Layouts of the parity table, their ranks on fake devices of their own.
 
 Nothing is exchanged, so this shows no number: it shows that groups, buffers, streams and the logic
-of the host get through a step, and that no rank waits in it. Options of the model are on together:
-numbers tell them apart, and there are none here.
+of the host get through a step, and that no rank waits in it.
 """
 
 from __future__ import annotations
@@ -14,12 +13,62 @@ import pytest
 from tests.circles import skip_if_torch_is_old
 from tests.fake_cuda.device import in_forks
 from tests.fake_cuda.steps import Measured, measure_rank
-from tests.parity.layouts import Row
-from tests.parity.test_parity import ALONE, TABLE
+from tests.parity.rows import OTHERS, PRECISIONS, Row
 
 from trainyard.config.run import Run
 
-ROWS = {name: row for name, row in TABLE.items() if name.partition(", ")[0] not in ALONE}
+LAYOUTS = (
+    "recompute-attention, olmo dropout",
+    "bf16 tp2 sequence, dropout",
+    "cp2 ring recompute-attention",
+    "cp2 ring, muon",
+    "dp2 zero1",
+    "dp2 zero2, modern dropout",
+    "dp2 zero2, olmo dropout",
+    "dp2 zero3, muon dropout",
+    "fp16 pp2, dropout",
+    "fp32 cp2 ring",
+    "fp8 dp2 zero1, dropout",
+    "pp2 1f1b, dropout",
+    "pp2 gpipe, dropout",
+    "pp2 interleaved, muon layers7",
+    "pp2 interleaved, untied layers7",
+    "pp2 zero-bubble, dropout",
+    "pp2 zero-bubble-chunks",
+    "pp2 zero-bubble-chunks, modern dropout",
+    "pp2 zero-bubble-chunks, olmo dropout",
+    "pp2, dropout ramp",
+    "dp3 zero3",
+    "cp4 ring zero0, documents",
+    "cp4 ring, untied",
+    "cp4 zero1, muon",
+    "dp2 cp2 ring zero1",
+    "dp2 hsdp2 cp2 zero2",
+    "dp2 pp2 interleaved zero1",
+    "dp2 pp2, dropout micro-batch-2",
+    "dp2 tp2 sequence zero1, muon modern",
+    "dp2 tp2 sequence zero1, muon olmo",
+    "dp2 tp2, dropout ramp",
+    "dp4 hsdp2 zero2, muon",
+    "dp4 zero2, untied",
+    "dp4 zero3 recompute-block, dropout",
+    "fp8_lowbit dp4 hsdp2 zero2, dropout",
+    "tp4 sequence, modern dropout",
+    "tp4 sequence, muon untied dropout",
+    "dp3 tp2 zero1, muon",
+    "dp2 tp2 pp2 sequence zero-bubble-chunks zero1, untied",
+    "dp2 tp2 pp2 sequence zero3 recompute-block, modern documents z-loss dropout",
+    "dp2 tp2 pp2 sequence zero3 recompute-block, olmo dropout",
+    "dp2 tp4 sequence zero2",
+    "dp4 hsdp2 pp2 zero1",
+    "dp4 hsdp2 tp2 zero2, muon",
+    "tp2 pp2 cp2 sequence interleaved ring",
+    "tp2 pp2 cp2 sequence interleaved, modern documents z-loss dropout",
+    "tp2 pp2 cp2 sequence interleaved, olmo dropout",
+    "tp2 pp4 sequence zero-bubble",
+)
+"""Every pair of words with which the steps of a GPU differ; budgets are by these names."""
+ROWS = {name: Row(name) for name in (*LAYOUTS, *PRECISIONS, *OTHERS)}
 KIND_FOR = {"fp64": "bf16"}
 """fp64 is no precision of training."""
 
@@ -27,7 +76,7 @@ KIND_FOR = {"fp64": "bf16"}
 def build_run(row: Row) -> Run:
     """Builds the run of a row in a precision of training, without emulation."""
     run = row.build_run()
-    kind = row.precision.get("kind", row.computed_in)
+    kind = run.precision.kind if run.precision.kind != "fp32" else row.computed_in
     fp8 = run.precision.fp8.model_copy(update={"emulate": False, "precise_blocks": 0})
     changes = {"kind": KIND_FOR.get(kind, kind), "fp8": fp8}
     return run.model_copy(update={"precision": run.precision.model_copy(update=changes)})

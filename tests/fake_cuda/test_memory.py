@@ -18,11 +18,11 @@ from trainyard.bench.measure import OurTraining
 from trainyard.config.load import load_run
 from trainyard.config.run import Run
 from trainyard.launch.environment import Process
+from trainyard.layout.resolve import Plan, resolve
 from trainyard.parallel import model as parallel_model
 from trainyard.parallel.mesh import choose_device
 from trainyard.parallel.start import start_ranks
 from trainyard.planning.memory import rank_memory
-from trainyard.planning.resolve import Plan, resolve
 from trainyard.planning.search import USABLE_SHARE
 
 EAGER = "train.compile=never"

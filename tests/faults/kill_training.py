@@ -29,20 +29,17 @@ from typing import Any, get_args
 
 from tests.faults.forked_ranks import Aim, Attempt, Course, newest_step, read_order
 from tests.faults.small_run import Outcome, differences, read_outcome, small_overrides, write_tokens
+from tests.layouts import read_layout
 
 from trainyard.checkpoint.format import list_checkpoints
 from trainyard.checkpoint.verify import check_checkpoint
 from trainyard.config.load import load_run
 from trainyard.errors import CheckpointError
 from trainyard.launch.heartbeat import Phase
-from trainyard.training.run_folder import write_run_folder
+from trainyard.training.run_folder import open_run, write_run_folder
 
 N_STEPS = 16
-LAYOUTS = {
-    "dp2 x tp2": (4, ["parallel.tensor=2"]),
-    "pp2": (2, ["parallel.pipeline=2"]),
-    "dp2, ZeRO 3": (2, ["parallel.zero_stage=3"]),
-}
+LAYOUTS = ("dp2 tp2", "pp2", "dp2 zero3")
 PARENT_SECONDS = 2.0
 """After which the parent ends ranks that have not met yet; the meeting waits for a minute."""
 MOST_KILLS = 8  # of one run, so that every layout has its turn
@@ -68,17 +65,12 @@ class Kill:
     problems: list[str]
 
 
-def start_over(folder: Path, tokens: Path, layout: str) -> Course:
+def start_over(folder: Path, tokens: Path, name: str) -> Course:
     """Writes the run folder of a run from the beginning."""
-    n_ranks, overrides = LAYOUTS[layout]
-    overrides = [
-        *small_overrides(tokens, N_STEPS),
-        *overrides,
-        "checkpoint.interval=2",
-        "evaluate.interval=5",
-    ]
-    write_run_folder(folder, load_run("tiny", overrides).run, "never")
-    return Course(folder, n_ranks)
+    intervals = ["checkpoint.interval=2", "evaluate.interval=5"]
+    overrides = [*small_overrides(tokens, N_STEPS), *read_layout(name).overrides, *intervals]
+    write_run_folder(open_run(folder, run=load_run("tiny", overrides).run), "never")
+    return Course(folder, read_layout(name).n_ranks)
 
 
 def draw_aim(choice: random.Random, course: Course) -> Aim:

@@ -39,7 +39,7 @@ FAULTY_RANK = {"load": 0, "forward": 0, "update": 0, "evaluate": 0, "save": 0}
 MOUNT = ("mount", "-t", "tmpfs", "-o", "size=16m", "none")
 NEEDS_DISK = ("disk full", "read-only disk")  # of rank 0, which looks at it
 HANGS = ("SIGSTOP", "GIL held")  # only these need limits that a busy machine could exceed
-STARTED = (("SIGKILL", "save"), ("stale lock", "forward"))
+STARTED = (("abort", "forward"), ("stale lock", "forward"))
 """Cells whose processes are started from nothing even where the others are forks."""
 PHASE_NAMES = {
     "forward": "forward and backward",

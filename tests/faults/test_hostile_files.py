@@ -40,9 +40,9 @@ from trainyard.config.load import load_run, render_run
 from trainyard.corpus.preparation.prepare import prepare
 from trainyard.corpus.preparation.train_tokenizer import train_tokenizer
 from trainyard.export.huggingface import export_huggingface
+from trainyard.layout.resolve import resolve
 from trainyard.model.gpt import GPT
 from trainyard.model.init import initialize
-from trainyard.planning.resolve import resolve
 
 pytestmark = pytest.mark.exhaustive
 

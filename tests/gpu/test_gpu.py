@@ -13,21 +13,20 @@ import torch
 from benchmarks.baselines import build_baseline
 
 from trainyard.bench.job import Steps, prepare_run
-from trainyard.bench.measure import OurTraining
-from trainyard.bench.timeline import DeviceClock, Timeline
+from trainyard.bench.measure import OurTraining, Timeline
 from trainyard.config.load import load_run
 from trainyard.config.precisions import Fp8
 from trainyard.config.rules import takes_cudnn
 from trainyard.errors import MachineError
 from trainyard.launch.environment import Process, chooses_allocator
 from trainyard.model.attention import CausalAttention, cudnn_can_attend
-from trainyard.parallel.mesh import build_mesh, choose_device
-from trainyard.planning.resolve import resolve
+from trainyard.parallel.mesh import DeviceClock, build_mesh, choose_device
+from trainyard.training.context import build_context
 from trainyard.training.metrics import Metrics, peak_memory_bytes
-from trainyard.training.run_folder import write_run_folder
+from trainyard.training.run_folder import open_run, write_run_folder
 from trainyard.training.state import State, TrainContext
 from trainyard.training.step import train_step
-from trainyard.training.worker import build_context, run_worker
+from trainyard.training.worker import run_worker
 
 pytestmark = [
     pytest.mark.gpu,
@@ -51,9 +50,9 @@ def build(tmp_path: Path) -> Build:
         folder = Path(mkdtemp(dir=tmp_path))
         run = load_run("tiny", [*SHAPE, f"precision.kind={kind}", *overrides]).run
         run = prepare_run(run, Steps(2, 8), folder)
-        plan = resolve(run, 1)
-        mesh = build_mesh(plan.topology, 0, torch.device("cuda", 0))
-        return build_context(folder, run, plan, mesh, Timeline(DeviceClock()))
+        opened = open_run(folder, 1, run)
+        mesh = build_mesh(opened.plan.topology, 0, torch.device("cuda", 0))
+        return build_context(opened, mesh, Timeline(DeviceClock()))
 
     return build_on_gpu
 
@@ -160,7 +159,7 @@ def test_attention_of_cudnn_is_that_of_flash(heads: tuple[int, int, int], n_toke
         (False, torch.bfloat16),
         (False, torch.float32),
     ):
-        core = CausalAttention(0.0, 1, n_tokens)
+        core = CausalAttention(d_head, 0.0, 1)
         core.takes_cudnn = takes_it
         inputs = [
             x.to(dtype).detach().requires_grad_()
@@ -211,13 +210,13 @@ def test_a_full_gpu_is_one_message(tmp_path: Path) -> None:
     folder = tmp_path / "run"
     large = ("model.d_model=1024", "model.n_layers=12", "model.d_ff=4096", "train.compile=never")
     run = prepare_run(load_run("tiny", [*SHAPE, *large]).run, Steps(2, 8), tmp_path)
-    write_run_folder(folder, run, "auto")
+    write_run_folder(open_run(folder, run=run), "auto")
     share = 2**28 / torch.cuda.get_device_properties(0).total_memory
     torch.cuda.empty_cache()
     torch.cuda.set_per_process_memory_fraction(share)
     try:
         with pytest.raises(MachineError, match="does not fit into the memory of") as found:
-            run_worker(folder)
+            run_worker(open_run(folder))
     finally:
         torch.cuda.set_per_process_memory_fraction(1.0)
     assert found.value.hint.startswith("train.micro_batch_size=1, or ")

@@ -15,8 +15,7 @@ from tests.waiting import WATCHDOG_SECONDS
 
 from trainyard.api.launching import run_here, run_stage
 from trainyard.errors import LaunchError, MachineError
-from trainyard.jobs.scheduler import BatchScheduler
-from trainyard.jobs.schedulers import SCHEDULERS
+from trainyard.jobs.schedulers import SCHEDULERS, BatchScheduler
 from trainyard.jobs.status import (
     Submission,
     describe_submission,
@@ -28,11 +27,10 @@ SUBMIT = """
 import sys
 from pathlib import Path
 from trainyard.errors import UserError
-from trainyard.jobs import scheduler
-from trainyard.jobs.schedulers import SCHEDULERS
-scheduler.SUBMIT_SECONDS = float(sys.argv[1])
+from trainyard.jobs import schedulers
+schedulers.SUBMIT_SECONDS = float(sys.argv[1])
 try:
-    print(SCHEDULERS["slurm"].submit(Path(sys.argv[2]), sys.argv[3:]))
+    print(schedulers.SCHEDULERS["slurm"].submit(Path(sys.argv[2]), sys.argv[3:]))
 except UserError as error:
     print(error)
 """

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from trainyard.launch.hang_reports import (
+from trainyard.launch.supervise import (
     HangReports,
     RankStatus,
     describe_hang,

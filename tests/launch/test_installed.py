@@ -78,7 +78,8 @@ def test_pages_and_ci_state_the_range_of_torch() -> None:
     for page in (ROOT / "README.md", ROOT / "docs" / "installing.md"):
         text = page.read_text()
         assert f"torch 2.{oldest} to 2.{beyond - 1}" in text
-        assert set(re.findall(r"torch>=[\d.,<]+", text)) == {wanted}
+        assert set(re.findall(r"torch>=[\d.,<]+", text)) <= {wanted}
+    assert wanted in text
     script = ROOT / ".ci" / "run"
     tried = re.search(r"for torch in 2\.(\d+)\.\d+ 2\.(\d+)\.\d+", script.read_text())
     assert tried is not None and [*map(int, tried.groups())] == [oldest, beyond - 1]

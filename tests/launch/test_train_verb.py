@@ -110,7 +110,7 @@ def test_more_ranks_than_gpus_do_not_start(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("trainyard.planning.hardware.list_gpus", lambda: ["NVIDIA H200"] * 4)
+    monkeypatch.setattr("trainyard.config.devices.list_gpus", lambda: ["NVIDIA H200"] * 4)
     monkeypatch.setattr("trainyard.api.running._count_gpus", lambda: n_gpus)
     if "prefixes" not in problem:
         options = [*options, f"data.blend.prefixes=['{write_tokens(tmp_path)}']"]

@@ -26,7 +26,7 @@ def queries_keys_values(
 )
 def test_a_rate_near_zero_is_attention_without_dropout(dtype: torch.dtype, bound: float) -> None:
     q, k, v = queries_keys_values(dtype)
-    found = CausalAttention(1e-13, 1, 16)(q, k, v, SEEDS)
+    found = CausalAttention(8, 1e-13, 1)(q, k, v, SEEDS)
     expected = F.scaled_dot_product_attention(q, k, v, is_causal=True)
     assert found.dtype == dtype
     torch.testing.assert_close(found, expected, rtol=bound, atol=bound)
@@ -41,15 +41,15 @@ def test_dropout_acts_on_the_attention_weights() -> None:
     positions = torch.arange(12)
     scores = q @ k.transpose(2, 3) / 8**0.5
     weights = scores.masked_fill(positions > positions[:, None], -torch.inf).softmax(-1)
-    rows = rows_of_heads(0, 4, positions)
+    rows = rows_of_heads(0, 4, 12, q.device)
     expected = dropout(weights, 0.3, at_site(SEEDS, 5), rows, positions) @ v
-    torch.testing.assert_close(CausalAttention(0.3, 5, 12)(q, k, v, SEEDS), expected)
+    torch.testing.assert_close(CausalAttention(8, 0.3, 5)(q, k, v, SEEDS), expected)
 
 
 def test_without_keys_there_is_none() -> None:
     q, k, v = queries_keys_values()
     expected = F.scaled_dot_product_attention(q, k, v, is_causal=True)
-    assert torch.equal(CausalAttention(0.3, 1, 12)(q, k, v), expected)
+    assert torch.equal(CausalAttention(8, 0.3, 1)(q, k, v), expected)
 
 
 def test_attention_of_cudnn_is_called_as_torch_calls_it() -> None:

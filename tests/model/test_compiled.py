@@ -23,8 +23,9 @@ from torch.overrides import TorchFunctionMode
 from trainyard.config.load import load_run, preset_names
 from trainyard.config.run import Run
 from trainyard.model.attention import _Rotation
+from trainyard.model.compiled import compile_block
 from trainyard.model.dropout import _Dropout, sequence_seeds
-from trainyard.model.gpt import GPT, _SwiGLU
+from trainyard.model.gpt import GPT
 from trainyard.model.init import initialize
 from trainyard.model.linear import (
     PlainProduct,
@@ -76,8 +77,6 @@ def calls_on_one_rank(dtype: torch.dtype) -> dict[str, Call]:
     cast, labels = torch.randn(12, 16).to(torch.bfloat16), torch.randint(0, 20, (8,))
     options = LossOptions(20)
     return {
-        "_SwiGLU": (lambda x: _SwiGLU.apply(x, False), [draw(8, 16)]),
-        "_SwiGLU of halves": (lambda x: _SwiGLU.apply(x, True), [draw(8, 16)]),
         "_RMSNorm": (
             lambda x, w: _RMSNorm.apply(x, w, 1e-5, _of_one_rank),
             [draw(8, 16), torch.rand(16) + 0.5],
@@ -272,7 +271,7 @@ def gradients(
     initialize(model, 1)
     if backend:
         for block in model.blocks.values():
-            block.compile(backend=backend, fullgraph=recompute == "none")
+            compile_block(block, backend=backend, fullgraph=recompute == "none")
     layers = [each for each in model.modules() if hasattr(each, "casts")]
     found = {}
     with cast_once(layers, dtype):
@@ -311,7 +310,7 @@ def stored(words: tuple[str, ...], backend: str | None) -> int:
     initialize(model, 1)
     if backend:
         for block in model.blocks.values():
-            block.compile(backend=backend)
+            compile_block(block, backend=backend)
     tokens = torch.zeros(2, 32, dtype=torch.int64)
     seeds = sequence_seeds(1, 0, 0, 2) if run.model.dropout else None
     tensors: list[Tensor] = []

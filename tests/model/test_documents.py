@@ -9,15 +9,15 @@ import torch
 from torch import Tensor
 
 from trainyard.config.run import Model
-from trainyard.model.documents import (
+from trainyard.model.dropout import sequence_seeds
+from trainyard.model.gpt import GPT
+from trainyard.model.init import initialize
+from trainyard.model.positions import (
     cumulative_lengths,
     document_mask,
     find_document_ends,
     pack_lengths,
 )
-from trainyard.model.dropout import sequence_seeds
-from trainyard.model.gpt import GPT
-from trainyard.model.init import initialize
 
 END, T = 9, 24
 SHAPE = Model(

@@ -11,8 +11,9 @@ from torch import Tensor
 from torch._dynamo.utils import counters
 
 from trainyard.config.run import Model, Recompute
+from trainyard.model.compiled import compile_blocks
 from trainyard.model.dropout import Dropout, sequence_seeds
-from trainyard.model.gpt import GPT, compile_blocks
+from trainyard.model.gpt import GPT
 from trainyard.model.init import initialize
 from trainyard.model.linear import add_to_gradients, cast_once
 
@@ -223,8 +224,7 @@ def test_positions_survive_a_model_built_without_memory() -> None:
     model.load_state_dict(expected.state_dict())
     tokens, _ = some_tokens()
     assert torch.equal(model(tokens), expected(tokens))
-    assert torch.equal(model.token_positions, torch.arange(16))
-    assert torch.equal(model.blocks["1"].attention.core.positions, torch.arange(16))
+    assert torch.equal(model.position_table.tokens, torch.arange(16))
 
 
 @pytest.mark.exhaustive

@@ -10,9 +10,8 @@ import torch
 
 from trainyard.architecture import LayerSpec
 from trainyard.config.run import Model
-from trainyard.model import linear
 from trainyard.model.gpt import MLP
-from trainyard.model.linear import Linear, Norm, add_to_gradients, cached_blocks, cast_once
+from trainyard.model.linear import Linear, Norm, add_to_gradients, cast_once
 
 SQUARE = LayerSpec("square", "linear", (8, 8), "replicated", has_bias=True)
 PAIRED = replace(SQUARE, fused=(4, (1, 1)))
@@ -115,24 +114,7 @@ def test_the_matmuls_of_gradients_exist_in_torch() -> None:
     assert "ScalarType out_dtype" in schema and "Tensor(a!) out" in schema
 
 
-def test_blocks_have_all_rows_in_order_and_are_views(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(linear, "CACHE_BYTES", 3 * 4 * 10)
-    monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
-    whole, other = torch.randn(2, 7, 10), torch.randn(2, 7, 5)
-    blocks = list(cached_blocks(whole, other))
-    assert [len(a) for a, _ in blocks] == [len(b) for _, b in blocks] == [6, 6, 2]
-    assert torch.equal(torch.cat([b for _, b in blocks]), other.flatten(0, 1))
-    for first, _ in blocks:
-        first.zero_()
-    assert not whole.any()
-
-
-@pytest.mark.parametrize("rows_in_a_block", [1, 5, 1000])
-def test_gradients_of_swiglu_are_those_of_its_formula(
-    monkeypatch: pytest.MonkeyPatch, rows_in_a_block: int
-) -> None:
-    monkeypatch.setattr(linear, "CACHE_BYTES", rows_in_a_block * 2 * 12 * 8)
-    monkeypatch.setattr(torch, "get_num_threads", lambda: 1)
+def test_gradients_of_swiglu_are_those_of_its_formula() -> None:
     mlp = MLP(Model(n_layers=1, d_model=8, n_heads=1, d_ff=12, mlp="swiglu", bias=False)).double()
     for parameter in mlp.parameters():
         torch.nn.init.normal_(parameter)

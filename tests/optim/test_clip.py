@@ -32,7 +32,7 @@ def totals(module: nn.Module) -> StepStats:
 
 def everything(module: nn.Module, optimizer: AdamW) -> list[torch.Tensor]:
     parameters = [*module.parameters()]
-    states = [moment for each in parameters for moment in optimizer.moments_of(each).values()]
+    states = [moment for each in parameters for moment in optimizer.moments.get(each, {}).values()]
     return [tensor.detach().clone() for tensor in (*parameters, *states)]
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from trainyard.config.load import load_run
-from trainyard.planning.resolve import learning_rate, resolve
+from trainyard.layout.resolve import learning_rate, resolve
 
 
 def rate(overrides: list[str], consumed: int) -> float:

@@ -59,7 +59,7 @@ def all_ranks() -> dist.ProcessGroup:
 def cut_core(method: Method) -> nn.Module:
     if method == "ring":
         return RingAttention(all_ranks())
-    return UlyssesAttention(CausalAttention(0.0, 1, T), all_ranks())
+    return UlyssesAttention(CausalAttention(K, 0.0, 1), all_ranks())
 
 
 def share_of(x: Tensor, method: Method, dimension: int = 2) -> Tensor:

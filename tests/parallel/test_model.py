@@ -11,13 +11,14 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from tests.layouts import read_layout
 
 from trainyard.config.load import load_run
 from trainyard.config.run import Run
+from trainyard.layout.resolve import resolve
 from trainyard.parallel.mesh import build_mesh
 from trainyard.parallel.model import ParallelModel
 from trainyard.parallel.placement import local_part
-from trainyard.planning.resolve import resolve
 
 N_RANKS = 4
 SMALL = ["train.micro_batch_size=1"]
@@ -38,12 +39,8 @@ def resident_bytes(what: str) -> int:
 @pytest.mark.skipif(
     not Path("/proc/self/clear_refs").exists(), reason="Linux with glibc measures the peak"
 )
-@pytest.mark.parametrize(
-    "layout", [["parallel.zero_stage=3"], ["parallel.zero_stage=1"], ["parallel.tensor=4"]]
-)
-def test_no_rank_ever_holds_the_whole_model(
-    run_ranks: Callable[..., list[Any]], layout: list[str]
-) -> None:
+@pytest.mark.parametrize("name", ["dp4 zero3", "dp4 zero1", "tp4"])
+def test_no_rank_ever_holds_the_whole_model(run_ranks: Callable[..., list[Any]], name: str) -> None:
     def measure(run: Run, small: Run) -> tuple[int, int]:
         build(small)  # imports what it needs
         ctypes.CDLL(None).malloc_trim(0)  # what tests before freed would be taken again
@@ -53,9 +50,11 @@ def test_no_rank_ever_holds_the_whole_model(
         own = sum(4 * local_part(each.parameter).numel() for each in model.local_parameters)
         return resident_bytes("VmHWM") - before, own
 
-    run = load_run("tiny", [*LARGE, *layout]).run
+    run = load_run("tiny", [*LARGE, *read_layout(name).overrides]).run
     whole = 4 * resolve(run, N_RANKS).n_parameters
-    for peak, own in run_ranks(N_RANKS, measure, run, load_run("tiny", [*SMALL, *layout]).run):
+    for peak, own in run_ranks(
+        N_RANKS, measure, run, load_run("tiny", [*SMALL, *read_layout(name).overrides]).run
+    ):
         assert 0.24 * whole < own < 0.27 * whole
         assert own < peak < 0.5 * whole
 

@@ -10,14 +10,16 @@ import pytest
 import torch
 import torch.distributed as dist
 from tests.circles import everyday
+from tests.layouts import read_layout
 from torch._dynamo.utils import counters
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from trainyard.config.load import load_run
 from trainyard.config.run import Run
+from trainyard.layout.resolve import resolve
+from trainyard.model.positions import Positions
 from trainyard.parallel.mesh import build_mesh
 from trainyard.parallel.model import ParallelModel
-from trainyard.planning.resolve import resolve
 
 LETTERS = {
     "all_gather": "g",
@@ -48,11 +50,11 @@ def backward_order(run: Run, n_ranks: int) -> str:
     mesh = build_mesh(plan.topology, dist.get_rank(), torch.device("cpu"))
     model = ParallelModel(run, plan, mesh, torch.bfloat16).stages[0]
     (block,) = model.blocks.values()
-    n_tokens = len(model.residual_positions)
+    tokens = model.position_table.residual
     counters.clear()  # of what this process compiled before
-    x = torch.ones(1, n_tokens, run.model.d_model, dtype=torch.bfloat16, requires_grad=True)
+    x = torch.ones(1, len(tokens), run.model.d_model, dtype=torch.bfloat16, requires_grad=True)
     for _ in range(2):
-        out = block(x, None, model.residual_positions)
+        out = block(x, Positions(tokens, tokens))
         with _Watch() as watch:
             out.sum().backward()
     assert not counters["graph_break"]
@@ -62,19 +64,14 @@ def backward_order(run: Run, n_ranks: int) -> str:
 # The matmuls of a row-parallel layer, then of the column-parallel one before it; MLP and attention.
 WHOLE = 2 * "mm mrmw"
 BY_TOKENS = 2 * "gw mm gmrwmw"
-TENSOR = "parallel.tensor=2 parallel.sequence="
 
 
 @pytest.mark.parametrize("compiled", everyday(["never", "always"], ["never"]))
-@pytest.mark.parametrize(
-    ("layout", "order"),
-    [(f"{TENSOR}false", WHOLE), (f"{TENSOR}true", BY_TOKENS)],
-    ids=["tensor", "sequence"],
-)
+@pytest.mark.parametrize(("name", "order"), [("tp2", WHOLE), ("tp2 sequence", BY_TOKENS)])
 def test_tensor_ranks_exchange_beside_matmuls_in_the_backward_pass(
-    layout: str, order: str, compiled: str, run_ranks: Callable[..., list[str]]
+    name: str, order: str, compiled: str, run_ranks: Callable[..., list[str]]
 ) -> None:
     small = ["precision.kind=bf16", "model.n_layers=1", "model.dropout=0"]
-    run = load_run("tiny", [*layout.split(), *small, f"train.compile={compiled}"]).run
+    run = load_run("tiny", [*read_layout(name).overrides, *small, f"train.compile={compiled}"]).run
     found = run_ranks(2, partial(backward_order, run, 2))
     assert found == [order.replace(" ", "")] * 2

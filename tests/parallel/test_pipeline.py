@@ -14,32 +14,28 @@ import pytest
 import torch
 import torch.distributed as dist
 from tests.circles import everyday, skip_if_torch_is_old
+from tests.layouts import read_layout
 from torch.distributed.pipelining import PipelineStage, schedules
 
 from trainyard.config.load import load_run
 from trainyard.config.run import Run
+from trainyard.layout.resolve import resolve
 from trainyard.parallel.mesh import build_mesh
 from trainyard.parallel.model import ParallelModel
 from trainyard.parallel.pipeline import _LeanStage, _SendingStage
-from trainyard.planning.resolve import resolve
 from trainyard.simulate.accounting import Accounting
 from trainyard.simulate.simulation import count_steps
 
 SMALL = """train.compile=never train.micro_batch_size=1 train.global_batch_size=24
     model.n_layers=4 model.d_model=32 model.n_heads=2 model.d_ff=64 model.sequence_length=64
-    model.vocabulary_size=90 model.dropout=0.0 parallel.pipeline=2 parallel.zero_stage=0"""
+    model.vocabulary_size=90 model.dropout=0.0 parallel.zero_stage=0"""
 MESSAGE_BYTES = 64 * 32 * 4
-SCHEDULES = [
-    "schedule=gpipe",
-    "schedule=1f1b",
-    "schedule=interleaved chunks=2",
-    "schedule=zero_bubble chunks=2",
-]
+SCHEDULES = ("pp2 gpipe", "pp2", "pp2 interleaved", "pp2 zero-bubble-chunks")
 
 
 def build_run(schedule: str, precision: str) -> Run:
-    words = [f"parallel.{word}" for word in schedule.split()]
-    run = load_run("tiny", [*SMALL.split(), *words, f"precision.kind={precision}"]).run
+    overrides = read_layout(f"{schedule} {precision}").overrides
+    run = load_run("tiny", [*SMALL.split(), *overrides]).run
     skip_if_torch_is_old(run)
     return run
 

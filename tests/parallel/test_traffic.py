@@ -15,17 +15,19 @@ import pytest
 import torch
 import torch.distributed as dist
 from tests.circles import everyday, skip_if_torch_is_old
+from tests.layouts import Layout, read_layout
 from torch import Tensor
 
 from trainyard.config.load import load_run
 from trainyard.config.run import Run
+from trainyard.layout.resolve import resolve
 from trainyard.model.dropout import sequence_seeds
 from trainyard.model.gpt import GPT
+from trainyard.model.positions import Positions
 from trainyard.optim.optimizer import build_optimizer
 from trainyard.parallel.mesh import Mesh, build_mesh
 from trainyard.parallel.model import ParallelModel
 from trainyard.parallel.tensor import apply_tensor_parallel
-from trainyard.planning.resolve import resolve
 from trainyard.planning.traffic import rank_traffic
 from trainyard.simulate.accounting import Accounting
 
@@ -34,82 +36,40 @@ Counts = dict[tuple[str, str], tuple[int, int]]
 
 BASE = """train.compile=never train.micro_batch_size=1 train.global_batch_size=8 precision.kind=fp32
     model.n_layers=4 model.sequence_length=32 model.dropout=0.0 parallel.zero_stage=0"""
-FP8 = "precision.kind=fp8 precision.fp8.emulate=true"
-MODERN = """model.positions=rotary model.norm=rms model.mlp=swiglu model.bias=false
-    model.query_key_norm=head model.n_heads=8 model.n_key_value_heads=4 model.d_head=12"""
-OLMO = f"{MODERN} model.query_key_norm=all model.norm_place=after"
-LOW_BIT = "precision.kind=fp8_lowbit precision.fp8.emulate=true"
-GATHER = "precision.fp8.all_gather=true"
-
-# Changes to the run, and the number of ranks.
-TABLE = {
-    "modern, tensor": (f"tensor=2 {MODERN}", 2),
-    "modern, tensor, sequence, zero 3": (f"tensor=2 sequence=true zero_stage=3 {MODERN}", 4),
-    "olmo, tensor, bf16": (f"tensor=2 precision.kind=bf16 {OLMO}", 2),
-    "olmo, tensor, sequence, zero 3": (f"tensor=2 sequence=true zero_stage=3 {OLMO}", 4),
-    "olmo, tensor, recompute attention": (f"tensor=2 recompute=attention {OLMO}", 2),
-    "olmo, tensor, dropout, recompute block": (
-        f"tensor=2 recompute=block {OLMO} model.dropout=0.1",
-        2,
+EVERY_DAY = (
+    *("tp2 sequence untied", "cp2 recompute-attention", "dp4 hsdp2 zero2"),
+    *("dp2 pp2 zero3 bf16", "dp2 tp2 zero3 bf16 muon"),
+    *("dp2 tp2 zero3 fp8 emulated gather", "dp3 zero2 fp8_lowbit emulated batch6"),
+)
+TABLE = (
+    *EVERY_DAY,
+    *("dp2", "dp2 zero1", "dp3 zero3 bf16 batch6", "pp4 gpipe", "cp4 ring bf16"),
+    *("pp2 interleaved untied", "dp2 pp2 zero-bubble-chunks zero1"),
+    *("dp2 tp2 pp2 sequence zero3", "tp2 recompute-block dropout", "tp2 recompute-attention bf16"),
+    *("tp2 modern", "dp2 tp2 sequence zero3 modern"),
+    *("cp2 modern", "cp2 ring bf16 modern", "pp2 modern"),
+    *(
+        "tp2 bf16 olmo",
+        "dp2 tp2 sequence zero3 olmo",
+        "tp2 cp2 olmo",
+        "tp2 recompute-attention olmo",
     ),
-    "olmo, tensor, sequence, recompute block": (
-        f"tensor=2 sequence=true recompute=block {OLMO}",
-        2,
-    ),
-    "olmo, tensor, zero bubble": (f"tensor=2 pipeline=2 schedule=zero_bubble {OLMO}", 4),
-    "olmo, tensor, zero bubble, two chunks": (
-        f"tensor=2 pipeline=2 chunks=2 schedule=zero_bubble {OLMO}",
-        4,
-    ),
-    "olmo, tensor, ulysses": (f"tensor=2 context=2 {OLMO}", 4),
-    "modern, ulysses": (f"context=2 {MODERN}", 2),
-    "modern, ring, bf16": (f"context=2 context_method=ring precision.kind=bf16 {MODERN}", 2),
-    "modern, pipeline": (f"pipeline=2 {MODERN}", 2),
-    "tensor, dropout, recompute block": ("tensor=2 recompute=block model.dropout=0.1", 2),
-    "tensor, bf16, recompute attention": ("tensor=2 recompute=attention precision.kind=bf16", 2),
-    "tensor, sequence, untied": ("tensor=2 sequence=true model.tied_embeddings=false", 2),
-    "ulysses, recompute attention": ("context=2 recompute=attention", 2),
-    "ring of 4, bf16": ("context=4 context_method=ring precision.kind=bf16", 4),
-    "zero 0": ("", 2),
-    "zero 1": ("zero_stage=1", 2),
-    "replicas, zero 2": ("zero_stage=2 data_replicate=2", 4),
-    "zero 3, bf16, uneven shares": (
-        "zero_stage=3 precision.kind=bf16 train.global_batch_size=6",
-        3,
-    ),
-    "gpipe on 4": ("pipeline=4 schedule=gpipe", 4),
-    "1f1b, bf16, zero 3": ("pipeline=2 zero_stage=3 precision.kind=bf16", 4),
-    "interleaved, untied": (
-        "pipeline=2 chunks=2 schedule=interleaved model.tied_embeddings=false",
-        2,
-    ),
-    "zero bubble, zero 1": ("pipeline=2 chunks=2 schedule=zero_bubble zero_stage=1", 4),
-    "tensor, sequence, pipeline, zero 3": ("tensor=2 sequence=true pipeline=2 zero_stage=3", 8),
-    "fp8, weights in bf16": (f"zero_stage=1 {FP8}", 2),
-    "weights as fp8, zero 1, replicas": (f"zero_stage=1 data_replicate=2 {FP8} {GATHER}", 4),
-    "weights as fp8, zero 3, tensor": (f"zero_stage=3 tensor=2 {FP8} {GATHER}", 4),
-    "weights as fp8, pipeline, zero 3": (f"zero_stage=3 pipeline=2 {FP8} {GATHER}", 4),
-    "low-precision, zero 2, uneven shares": (
-        f"zero_stage=2 {LOW_BIT} train.global_batch_size=6",
-        3,
-    ),
-    "low-precision, zero 1, tensor, sequence": (
-        f"zero_stage=1 tensor=2 sequence=true {LOW_BIT}",
-        4,
-    ),
-    "muon, zero 3, tensor, bf16": (
-        "zero_stage=3 tensor=2 precision.kind=bf16 optimizer.kind=muon",
-        4,
-    ),
-    "muon, zero 0, pipeline": ("pipeline=2 optimizer.kind=muon", 4),
-    "muon, zero 2, replicas": ("zero_stage=2 data_replicate=2 optimizer.kind=muon", 4),
-    "low-precision, weights as fp8, pipeline": (f"zero_stage=3 pipeline=2 {LOW_BIT} {GATHER}", 4),
-}
+    *("tp2 recompute-block olmo dropout", "tp2 sequence recompute-block olmo"),
+    *("tp2 pp2 zero-bubble olmo", "tp2 pp2 zero-bubble-chunks olmo"),
+    *("dp2 zero1 fp8 emulated", "dp4 hsdp2 zero1 fp8 emulated gather"),
+    *("dp2 pp2 zero3 fp8 emulated gather", "dp2 tp2 sequence zero1 fp8_lowbit emulated"),
+    *("dp2 pp2 zero3 fp8_lowbit emulated gather", "dp2 pp2 muon", "dp4 hsdp2 zero2 muon"),
+)
 
 
-def build_run(changes: str) -> Run:
-    words = [word if "." in word else f"parallel.{word}" for word in changes.split()]
-    run = load_run("tiny", [*BASE.split(), *words]).run
+def layout_of(name: str) -> Layout:
+    return read_layout(
+        name, {f"batch{n}": {"train": {"global_batch_size": n}} for n in (6, 28, 128)}
+    )
+
+
+def build_run(name: str, *overrides: str) -> Run:
+    run = load_run("tiny", [*BASE.split(), *layout_of(name).overrides, *overrides]).run
     skip_if_torch_is_old(run)
     return run
 
@@ -156,23 +116,11 @@ def count_step(run: Run, n_ranks: int) -> tuple[Counts, Counts]:
     return counted, {(t.axis, t.collective): (t.calls, t.n_bytes) for t in traffic}
 
 
-EVERY_DAY = (
-    *("tensor, sequence, untied", "ulysses, recompute attention", "replicas, zero 2"),
-    "muon, zero 3, tensor, bf16",
-    *(
-        "1f1b, bf16, zero 3",
-        "weights as fp8, zero 3, tensor",
-        "low-precision, zero 2, uneven shares",
-    ),
-)
-
-
 @pytest.mark.parametrize("name", everyday(TABLE, EVERY_DAY))
 def test_ranks_send_what_the_plan_says(
     name: str, run_ranks: Callable[..., list[tuple[Counts, Counts]]]
 ) -> None:
-    changes, n_ranks = TABLE[name]
-    run = build_run(changes)
+    run, n_ranks = build_run(name), layout_of(name).n_ranks
     results = run_ranks(n_ranks, partial(count_step, run, n_ranks))
     for counted, planned in results:
         assert counted == planned
@@ -196,8 +144,9 @@ def count_kept(run: Run, *, compiled: bool) -> float:
 
     n_tokens, D = run.model.sequence_length, run.model.d_model
     x = torch.zeros(1, n_tokens // 2, D, dtype=torch.bfloat16, requires_grad=True)
+    tokens = model.position_table.residual
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda x: x):
-        out = block(x, None, model.residual_positions)
+        out = block(x, Positions(tokens, tokens))
     out.sum().backward()
     return sum(n_bytes for _, n_bytes in kept.values()) / (n_tokens * D * 2)
 
@@ -206,9 +155,9 @@ def count_kept(run: Run, *, compiled: bool) -> float:
 def test_gathered_tokens_are_gathered_again_instead_of_kept(
     compiled: bool, run_ranks: Callable[..., list[float]]
 ) -> None:
-    changes = "tensor=2 sequence=true model.n_layers=1 model.sequence_length=160"
+    sizes = ("model.n_layers=1", "model.sequence_length=160")
     # Only what ranks exchange follows from `recompute`: the model itself keeps everything.
-    runs = [build_run(f"{changes} recompute={choice}") for choice in ("block", "none")]
+    runs = [build_run(f"tp2 sequence{choice}", *sizes) for choice in (" recompute-block", "")]
     assert [run.parallel.gathers_again for run in runs] == [False, True]
     once, again = (run_ranks(2, partial(count_kept, run, compiled=compiled)) for run in runs)
     # Inputs of two products: whole, or as cut; a compiled block computes even those again.
@@ -217,9 +166,9 @@ def test_gathered_tokens_are_gathered_again_instead_of_kept(
 
 def test_every_kind_of_call_of_every_axis_is_in_the_table() -> None:
     kinds = set()
-    for changes, n_ranks in TABLE.values():
-        run = build_run(changes)
-        plan = resolve(run, n_ranks)
+    for name in TABLE:
+        run = build_run(name)
+        plan = resolve(run, layout_of(name).n_ranks)
         kinds |= {(t.axis, t.collective) for t in rank_traffic(run, plan, 0)}
     assert kinds == {
         ("tensor", "all-reduce"),

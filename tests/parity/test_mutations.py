@@ -1,7 +1,7 @@
 """The mutation table: faults that parallel code is known for, each seen by the parity table.
 
 A fault is patched before the ranks start, after the single device was run, and must show in the row
-that stands beside it, far above the bound of fp64.
+of the table that it names, far above the bound of fp64.
 """
 
 from __future__ import annotations
@@ -18,41 +18,44 @@ from torch import Tensor
 
 from trainyard.config.run import Parallel
 from trainyard.data.loader import Loader
-from trainyard.model import attention, gpt, linear, loss
+from trainyard.layout.resolve import Plan, resolve
+from trainyard.model import attention, linear, loss, positions
 from trainyard.model.gpt import GPT
 from trainyard.optim import clip, muon
 from trainyard.optim.adamw import AdamW
-from trainyard.parallel import context, data, mesh, tensor
+from trainyard.parallel import context, mesh, tensor
 from trainyard.parallel import model as parallel_model
 from trainyard.parallel.model import ParallelModel
 from trainyard.parallel.placement import local_part
-from trainyard.planning.resolve import Plan, resolve
-from trainyard.training import parity, step
-from trainyard.training.parity import BOUNDS, Outcome, compare
+from trainyard.simulate import parity
+from trainyard.simulate.parity import BOUNDS, Outcome, compare
+from trainyard.training import step
 
-from .layouts import Row, train_rank
-from .test_parity import (
-    DOCUMENTS,
-    DROPOUT,
-    MUON,
-    PP2,
-    RING2,
-    RING4,
-    SHARED,
-    SP2,
-    TP2,
-    ULYSSES2,
-    Z1,
-    Z_LOSS,
-)
+from .rows import TABLE, Row, train_rank
 
 Patch = Callable[[pytest.MonkeyPatch], None]
+FAULTS: dict[str, tuple[Patch, Row]] = {}
+DATA, PIPELINE, RING = "dp2 zero0, dropout", "pp2 1f1b, dropout", "cp4 ring zero0, documents"
+TENSOR = "tp2, grouped swiglu head-norm norm-after z-loss"
+MUON = "tp2, muon all-norm dropout"
 
 
+def seen_in(row: str) -> Callable[[Patch], Patch]:
+    """Names the row of the parity table in which a fault must show."""
+
+    def note(fault: Patch) -> Patch:
+        FAULTS[fault.__name__.replace("_", " ")] = fault, TABLE[row]
+        return fault
+
+    return note
+
+
+@seen_in(TENSOR)
 def missing_all_reduce(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(tensor, "reduce_from_group", lambda x, group: x)
 
 
+@seen_in("tp2 sequence recompute-block, modern dropout")
 def gradients_of_norms_not_added_up(patch: pytest.MonkeyPatch) -> None:
     built = ParallelModel.__init__
 
@@ -63,6 +66,7 @@ def gradients_of_norms_not_added_up(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(ParallelModel, "__init__", build)
 
 
+@seen_in(DATA)
 def scaled_by_the_micro_batch(patch: pytest.MonkeyPatch) -> None:
     right = ParallelModel.forward_backward
 
@@ -74,6 +78,7 @@ def scaled_by_the_micro_batch(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(ParallelModel, "forward_backward", wrong)
 
 
+@seen_in(PIPELINE)
 def unsynced_tied_embedding(patch: pytest.MonkeyPatch) -> None:
     def alone(topology: Any) -> list[list[int]]:
         return [[rank] for group in topology.groups(["pipeline"]) for rank in group]
@@ -81,6 +86,7 @@ def unsynced_tied_embedding(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(mesh, "_ends", alone)
 
 
+@seen_in(TENSOR)
 def clipped_by_the_local_norm(patch: pytest.MonkeyPatch) -> None:
     def local(self: Any, model: ParallelModel, *arguments: Any) -> clip.StepStats:
         right = clip.reduce_step_stats(self, model, *arguments)
@@ -90,6 +96,7 @@ def clipped_by_the_local_norm(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(step, "reduce_step_stats", local)
 
 
+@seen_in(MUON)
 def dropout_shared_across_the_cut(patch: pytest.MonkeyPatch) -> None:
     right = tensor.apply_tensor_parallel
 
@@ -101,6 +108,7 @@ def dropout_shared_across_the_cut(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(parallel_model, "apply_tensor_parallel", wrong)
 
 
+@seen_in(PIPELINE)
 def stage_off_by_one(patch: pytest.MonkeyPatch) -> None:
     def wrong(*arguments: Any) -> Plan:
         plan = resolve(*arguments)
@@ -110,15 +118,17 @@ def stage_off_by_one(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(parity, "resolve", wrong)
 
 
+@seen_in(TENSOR)
 def wrong_vocabulary_offset(patch: pytest.MonkeyPatch) -> None:
     built = tensor.VocabularyShard.__init__
 
-    def wrong(self: tensor.VocabularyShard, group: dist.ProcessGroup, first_row: int) -> None:
-        built(self, group, first_row + (1 if first_row else 0))
+    def wrong(self: Any, group: dist.ProcessGroup, first_row: int, spread: Any) -> None:
+        built(self, group, first_row + (1 if first_row else 0), spread)
 
     patch.setattr(tensor.VocabularyShard, "__init__", wrong)
 
 
+@seen_in(DATA)
 def mean_of_means(patch: pytest.MonkeyPatch) -> None:
     right = clip.reduce_step_stats
 
@@ -134,17 +144,19 @@ def mean_of_means(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(step, "reduce_step_stats", wrong)
 
 
+@seen_in(TENSOR)
 def padding_of_the_vocabulary_counts(patch: pytest.MonkeyPatch) -> None:
-    right = tensor.VocabularyCrossEntropy.forward
+    right = loss.CrossEntropy.forward
 
     def wrong(
         self: Any, hidden: Tensor, weight: Tensor, labels: Tensor, *size_and_scale: Any
     ) -> Tensor:
         return right(self, hidden, weight, labels, 10**6, *size_and_scale[1:])
 
-    patch.setattr(tensor.VocabularyCrossEntropy, "forward", wrong)
+    patch.setattr(loss.CrossEntropy, "forward", wrong)
 
 
+@seen_in("dp2 zero1")
 def stale_shard(patch: pytest.MonkeyPatch) -> None:
     right = AdamW.step
 
@@ -159,6 +171,7 @@ def stale_shard(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(AdamW, "step", wrong)
 
 
+@seen_in(DATA)
 def second_rank_reads_one_further(patch: pytest.MonkeyPatch) -> None:
     right = Loader._read
 
@@ -168,6 +181,7 @@ def second_rank_reads_one_further(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(Loader, "_read", wrong)
 
 
+@seen_in(RING)
 def ring_sends_its_own_keys_again(patch: pytest.MonkeyPatch) -> None:
     right = context._finish_shift
 
@@ -181,26 +195,22 @@ def ring_sends_its_own_keys_again(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(context, "_finish_shift", wrong)
 
 
-def gradients_of_replicas_not_added_up(patch: pytest.MonkeyPatch) -> None:
-    def wrong(model: Any, *_: Any, **__: Any) -> None:
-        model.set_requires_all_reduce(False)
-
-    patch.setattr(data, "prepare_micro_batch", wrong)
-
-
+@seen_in("cp2 ring zero0, muon rotary")
 def ring_turns_consecutive_positions(patch: pytest.MonkeyPatch) -> None:
     """Rotary positions count from this rank's part of the sequence, as without a ring's order."""
     right = parallel_model.apply_context_parallel
 
     def wrong(model: GPT, group: dist.ProcessGroup, method: Any) -> None:
-        rotation = model.rotation
+        rotation = model.position_table.rotation
         right(model, group, method)
         assert rotation is not None
-        model.rotation = context.take_shard(rotation, group.rank(), group.size(), "ulysses", 1)
+        own = context.take_shard(rotation, group.rank(), group.size(), "ulysses", 1)
+        model.position_table.rotation = own
 
     patch.setattr(parallel_model, "apply_context_parallel", wrong)
 
 
+@seen_in(TENSOR)
 def keys_of_other_groups(patch: pytest.MonkeyPatch) -> None:
     """A rank's heads take the keys and values of its groups in turn, not in equal runs."""
     right = attention._attend
@@ -212,11 +222,13 @@ def keys_of_other_groups(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(attention, "_attend", wrong)
 
 
+@seen_in(TENSOR)
 def halves_of_swiglu_exchanged(patch: pytest.MonkeyPatch) -> None:
     """A rank takes the first half of its rows as gates, as in a whole weight of two halves."""
     patch.setattr(linear, "_parts", lambda rows, n: rows.view(n, -1, *rows.shape[1:]))
 
 
+@seen_in(TENSOR)
 def gradients_of_head_norms_not_added_up(patch: pytest.MonkeyPatch) -> None:
     built = ParallelModel.__init__
 
@@ -228,10 +240,12 @@ def gradients_of_head_norms_not_added_up(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(ParallelModel, "__init__", build)
 
 
+@seen_in(MUON)
 def squares_of_all_heads_not_added_up(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(tensor.AverageOfGroup, "__call__", lambda self, mean: mean)
 
 
+@seen_in(TENSOR)
 def norm_before_in_one_block(patch: pytest.MonkeyPatch) -> None:
     right = tensor.apply_tensor_parallel
 
@@ -242,16 +256,18 @@ def norm_before_in_one_block(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(parallel_model, "apply_tensor_parallel", wrong)
 
 
+@seen_in("cp2 ulysses zero0, documents rotary dropout")
 def positions_from_the_start_of_a_shard(patch: pytest.MonkeyPatch) -> None:
     """A rank counts positions from its first token, as if a document began there."""
-    right = gpt._in_documents
+    right = positions._in_documents
 
-    def wrong(positions: Tensor, ends: Tensor | None) -> Tensor:
-        return (right(positions, ends) - positions[0]).clamp(min=0)
+    def wrong(tokens: Tensor, ends: Tensor | None) -> Tensor:
+        return (right(tokens, ends) - tokens[0]).clamp(min=0)
 
-    patch.setattr(gpt, "_in_documents", wrong)
+    patch.setattr(positions, "_in_documents", wrong)
 
 
+@seen_in(RING)
 def documents_of_the_next_tokens(patch: pytest.MonkeyPatch) -> None:
     """A ring's rank sees the keys of the rank before those that have come."""
     right = context._mask_of
@@ -262,6 +278,7 @@ def documents_of_the_next_tokens(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(context, "_mask_of", wrong)
 
 
+@seen_in(TENSOR)
 def z_loss_of_a_shard(patch: pytest.MonkeyPatch) -> None:
     right = loss._exponentials
 
@@ -273,6 +290,7 @@ def z_loss_of_a_shard(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(loss, "_exponentials", wrong)
 
 
+@seen_in("dp3 tp2 zero1, muon")
 def orthogonalized_shards(patch: pytest.MonkeyPatch) -> None:
     def wrong(_self: muon.Muon, _matrices: Any, updates: list[Tensor]) -> list[Tensor]:
         return [muon.orthogonalize(update) for update in updates]
@@ -280,6 +298,7 @@ def orthogonalized_shards(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(muon.Muon, "_orthogonalize", wrong)
 
 
+@seen_in(MUON)
 def momentum_put_together_in_the_order_of_ranks(patch: pytest.MonkeyPatch) -> None:
     def wrong(_self: Any, received: Tensor, shape: tuple[int, ...]) -> Tensor:
         return received.view(shape)
@@ -287,65 +306,27 @@ def momentum_put_together_in_the_order_of_ranks(patch: pytest.MonkeyPatch) -> No
     patch.setattr(muon._Exchange, "put_together", wrong)
 
 
-FAULTS: dict[str, tuple[Patch, Row]] = {
-    "missing all-reduce": (missing_all_reduce, Row(TP2)),
-    "gradients of norms not added up": (gradients_of_norms_not_added_up, Row(SP2)),
-    "scaled by the micro batch": (scaled_by_the_micro_batch, Row(data=2)),
-    "unsynced tied embedding": (unsynced_tied_embedding, Row(PP2)),
-    "clipped by the local norm": (clipped_by_the_local_norm, Row(TP2)),
-    "dropout shared across the cut": (dropout_shared_across_the_cut, Row(TP2, model=DROPOUT)),
-    "stage off by one": (stage_off_by_one, Row(PP2)),
-    "wrong vocabulary offset": (wrong_vocabulary_offset, Row(TP2)),
-    "mean of means": (mean_of_means, Row(data=2)),
-    "padding of the vocabulary counts": (padding_of_the_vocabulary_counts, Row(TP2)),
-    "stale shard": (stale_shard, Row(Z1, data=2)),
-    "second rank reads one further": (second_rank_reads_one_further, Row(data=2)),
-    "ring sends its own keys again": (ring_sends_its_own_keys_again, Row(RING4)),
-    "ring turns consecutive positions": (
-        ring_turns_consecutive_positions,
-        Row(RING2, model={"positions": "rotary"}),
-    ),
-    "keys of other groups": (keys_of_other_groups, Row(TP2, model=SHARED)),
-    "halves of SwiGLU exchanged": (halves_of_swiglu_exchanged, Row(TP2, model={"mlp": "swiglu"})),
-    "gradients of head norms not added up": (
-        gradients_of_head_norms_not_added_up,
-        Row(TP2, model={"query_key_norm": "head"}),
-    ),
-    "squares of all heads not added up": (
-        squares_of_all_heads_not_added_up,
-        Row(TP2, model={"query_key_norm": "all"}),
-    ),
-    "norm before in one block": (
-        norm_before_in_one_block,
-        Row(TP2, model={"norm_place": "after"}),
-    ),
-    "positions from the start of a shard": (
-        positions_from_the_start_of_a_shard,
-        Row(ULYSSES2, model=DOCUMENTS),
-    ),
-    "documents of the next tokens": (documents_of_the_next_tokens, Row(RING4, model=DOCUMENTS)),
-    "z-loss of a shard": (z_loss_of_a_shard, Row(TP2, train=Z_LOSS)),
-    "orthogonalized shards": (orthogonalized_shards, Row(Z1, data=2, optimizer=MUON)),
-    "momentum put together in the order of ranks": (
-        momentum_put_together_in_the_order_of_ranks,
-        Row(TP2, optimizer=MUON),
-    ),
-}
+@pytest.fixture(scope="module")
+def references() -> dict[Row, Outcome]:
+    """Outcomes of the single device."""
+    return {}
 
 
 @pytest.mark.parametrize("name", FAULTS)
 def test_a_fault_is_seen(
     name: str,
     run_ranks: Callable[..., list[Outcome]],
+    references: dict[Row, Outcome],
     monkeypatch: pytest.MonkeyPatch,
     record_property: Callable[[str, object], None],
 ) -> None:
     patch, row = FAULTS[name]
-    alone = partial(train_rank, row.build_run(cut=False), 1, row.computed_in)
-    (reference,) = run_ranks(1, alone)
+    if row not in references:
+        alone = partial(train_rank, row.build_run(sharded=False), 1, row.computed_in)
+        (references[row],) = run_ranks(1, alone)
     patch(monkeypatch)
-    cut = partial(train_rank, row.build_run(), row.n_ranks, row.computed_in)
-    difference = compare(reference, run_ranks(row.n_ranks, cut))
+    sharded = partial(train_rank, row.build_run(), row.n_ranks, row.computed_in)
+    difference = compare(references[row], run_ranks(row.n_ranks, sharded))
     record_property("difference", f"{difference}")
     seen = max(difference.worst, difference.between_ranks)
     assert seen > 1e4 * BOUNDS[row.computed_in], difference

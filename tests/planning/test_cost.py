@@ -8,12 +8,12 @@ import pytest
 from trainyard.config import rules
 from trainyard.config.load import load_run
 from trainyard.config.run import Run
+from trainyard.layout.batches import BatchSchedule
+from trainyard.layout.resolve import Plan, resolve
 from trainyard.planning import saving
-from trainyard.planning.batches import BatchSchedule
 from trainyard.planning.clusters import find_machine
 from trainyard.planning.cost import all_steps_seconds, corpora_use, run_cost, training_blend
 from trainyard.planning.hardware import Machine
-from trainyard.planning.resolve import Plan, resolve
 from trainyard.planning.time import StepTime, step_time
 
 AZURE = find_machine("azure-ndv5")

@@ -4,16 +4,14 @@ from pathlib import Path
 
 import pytest
 
-from trainyard.planning.hardware import (
-    A100_EFFICIENCIES,
+from trainyard.config.devices import (
     DEVICES,
     cpu_multiplies_bf16_natively,
     find_device,
-    find_local_machine,
     is_amd_with_avx512,
     is_cpu_of_amd,
-    transfer_efficiencies,
 )
+from trainyard.planning.hardware import A100_EFFICIENCIES, find_local_machine, transfer_efficiencies
 
 
 @pytest.mark.parametrize(
@@ -173,7 +171,7 @@ def test_gpus_are_found_without_torch(
     precision: str,
 ) -> None:
     write_machine(tmp_path, files)
-    monkeypatch.setattr("trainyard.planning.hardware.version", lambda _: "2.9.0")
+    monkeypatch.setattr("trainyard.config.devices.version", lambda _: "2.9.0")
     machine = find_local_machine(tmp_path)
     assert (machine.name, machine.count, machine.precision) == (name, count, precision)
     assert machine.is_gpu
@@ -184,7 +182,7 @@ def test_gpus_are_found_without_torch(
 def test_a_gpu_that_torch_cannot_use_does_not_count(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, torch: str
 ) -> None:
-    monkeypatch.setattr("trainyard.planning.hardware.version", lambda _: torch)
+    monkeypatch.setattr("trainyard.config.devices.version", lambda _: torch)
     monkeypatch.setattr("os.sched_getaffinity", lambda _: {0, 3, 5}, raising=False)
     files = {NVIDIA.format(1): "Model: NVIDIA H200\n"} if torch.endswith("+cpu") else {}
     machine = find_local_machine(write_machine(tmp_path, files))

@@ -15,8 +15,8 @@ from tests.circles import everyday
 
 from trainyard.config.load import load_run
 from trainyard.config.run import Run
+from trainyard.layout.resolve import resolve
 from trainyard.planning.memory import ITEMS, busiest_memory, rank_memory
-from trainyard.planning.resolve import resolve
 from trainyard.simulate.simulation import simulate
 
 ROOT = Path(__file__).parents[2]

@@ -12,8 +12,8 @@ from tests.circles import everyday
 from trainyard.bench import roofline
 from trainyard.config.load import load_run
 from trainyard.config.run import Run
+from trainyard.layout.resolve import resolve
 from trainyard.planning.clusters import find_machine
-from trainyard.planning.resolve import resolve
 from trainyard.planning.time import step_time, update_bytes
 from trainyard.planning.work import StagePass, Work, count_work
 from trainyard.simulate.kernels import Kernel, count_kernels
@@ -35,11 +35,11 @@ def count(run: Run) -> Counter[Kernel]:
 
 def total(work: Work) -> tuple[StagePass, float]:
     """Sums the passes of a step, and the bytes of all its kernels but attention."""
-    (stage,) = work.stages
-    whole = (stage.forward + stage.backward).times(work.n_micro_batches)
+    ((forward, backward),) = work.ranks[0].stages
+    whole = (forward + backward).times(work.n_micro_batches)
     value_bytes = work.run.precision.formats.compute.n_bytes
     products = sum(each.n_bytes(value_bytes, work.program.cast_bytes) for each in whole.products)
-    return whole, whole.memory_bytes + products + update_bytes(work.run) * work.updated[0]
+    return whole, whole.memory_bytes + products + update_bytes(work.run) * work.ranks[0].n_updated
 
 
 @pytest.mark.parametrize(("preset", "kind", "recompute"), everyday(CASES, FEW))

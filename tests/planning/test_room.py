@@ -13,11 +13,11 @@ from tests.faults.small_run import write_tokens
 
 from trainyard.config.load import load_run
 from trainyard.errors import MachineError
+from trainyard.layout.resolve import resolve
+from trainyard.layout.sizes import checkpoint_bytes
 from trainyard.planning import room
 from trainyard.planning.memory import busiest_memory
-from trainyard.planning.resolve import resolve
 from trainyard.planning.room import free_memory_bytes, refuse_without_room
-from trainyard.planning.saving import checkpoint_bytes
 
 LARGE = ["train.micro_batch_size=4194304", "train.global_batch_size=4194304", "precision.kind=fp32"]
 MANY = ["train.length=10M steps", "checkpoint.interval=1", "checkpoint.keep_last=10000000"]

@@ -14,8 +14,9 @@ from tests.circles import everyday
 
 from trainyard.config.load import load_run
 from trainyard.config.run import Run
+from trainyard.layout.resolve import resolve
+from trainyard.layout.sizes import checkpoint_bytes, rank_bytes
 from trainyard.planning import saving
-from trainyard.planning.resolve import resolve
 
 ROOT = Path(__file__).parents[2]
 HOUR = 3600.0
@@ -44,8 +45,8 @@ def test_ranks_write_every_parameter_once(layout: str, tied: str) -> None:
     n_ranks, changes = LAYOUTS[layout]
     run = run_of(changes, f"model.tied_embeddings={tied}")
     plan = resolve(run, n_ranks)
-    written = [saving.rank_bytes(run, plan, rank) for rank in range(n_ranks)]
-    assert sum(written) == saving.checkpoint_bytes(run, plan.n_parameters) == 12 * plan.n_parameters
+    written = [rank_bytes(run, plan, rank) for rank in range(n_ranks)]
+    assert sum(written) == checkpoint_bytes(run, plan.n_parameters) == 12 * plan.n_parameters
     assert saving.host_bytes(run, plan) == max(written)
 
 
@@ -74,7 +75,7 @@ def test_real_ranks_write_as_many_bytes(layout: str, run_ranks: Callable[..., li
     n_ranks, changes = LAYOUTS[layout]
     run = run_of(changes)
     plan = resolve(run, n_ranks)
-    expected = [saving.rank_bytes(run, plan, rank) for rank in range(n_ranks)]
+    expected = [rank_bytes(run, plan, rank) for rank in range(n_ranks)]
     assert run_ranks(n_ranks, count_bytes, run, n_ranks) == expected
 
 
@@ -88,7 +89,7 @@ def test_175b_is_two_tebibytes_and_little_for_each_rank() -> None:
         "gpt3-175b", ["parallel.tensor=8", "parallel.pipeline=8", "train.batch_ramp=none"]
     ).run
     plan = resolve(run, 512)
-    assert saving.checkpoint_bytes(run, plan.n_parameters) / 2**40 == pytest.approx(1.91, abs=0.005)
+    assert checkpoint_bytes(run, plan.n_parameters) / 2**40 == pytest.approx(1.91, abs=0.005)
     assert saving.host_bytes(run, plan) / 2**30 == pytest.approx(4.0, abs=0.2)
 
 

@@ -10,9 +10,9 @@ from trainyard.config import rules
 from trainyard.config.load import build_run, field_value, load_run
 from trainyard.config.run import Run
 from trainyard.errors import ConfigError
+from trainyard.layout.ranks import find_topology, is_legal
 from trainyard.planning.clusters import find_machine
 from trainyard.planning.hardware import Machine
-from trainyard.planning.layout import find_topology
 from trainyard.planning.search import (
     FIELDS,
     Candidate,
@@ -20,7 +20,6 @@ from trainyard.planning.search import (
     find_remedies,
     fits,
     hint_where_none_fits,
-    is_legal,
     predict,
     rescale,
     search,

@@ -6,7 +6,7 @@ import pytest
 
 from trainyard.config.load import load_run
 from trainyard.config.run import Run
-from trainyard.planning.resolve import resolve
+from trainyard.layout.resolve import resolve
 from trainyard.planning.shorten import describe_too_short, follow_length, shorten, with_lengths_of
 
 
@@ -118,8 +118,8 @@ def test_a_file_of_ours_keeps_the_schedule_of_a_run_that_has_begun(tmp_path: Pat
 
 def test_what_does_not_suit_the_length_is_said() -> None:
     run = load("train.length=10 steps", "schedule.warmup='40 steps'", "log.interval=61")
-    said = [*describe_too_short(run)]
+    said = [*describe_too_short(run, resolve(run))]
     assert said[0].startswith("the run ends in warmup, at a learning rate of 0.00")
     assert "schedule.warmup='40 steps', train.length='10 steps'" in said[0]
     assert said[-1] == "log.interval=61 is longer than the run of 10 steps"
-    assert not [*describe_too_short(load("train.length=300 steps"))]
+    assert not [*describe_too_short(long := load("train.length=300 steps"), resolve(long))]

@@ -7,8 +7,9 @@ from typing import Any
 from trainyard.config.load import load_run
 from trainyard.config.precisions import Fp8
 from trainyard.config.run import Run
-from trainyard.planning.resolve import resolve
-from trainyard.planning.traffic import busiest_rank, count_fp8_blocks, rank_traffic
+from trainyard.layout.resolve import resolve
+from trainyard.planning.rank import count_fp8_blocks
+from trainyard.planning.traffic import busiest_rank, rank_traffic
 
 SIX_BLOCKS = load_run("tiny", ["model.n_layers=6"]).run
 

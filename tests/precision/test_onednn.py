@@ -12,7 +12,8 @@ from tests.training.small import build_small_context
 from torch import Tensor
 
 from trainyard.config.run import Model
-from trainyard.model.gpt import GPT, compile_blocks
+from trainyard.model.compiled import compile_blocks
+from trainyard.model.gpt import GPT
 from trainyard.model.init import initialize
 from trainyard.model.linear import Linear
 from trainyard.parallel import model as parallel_model

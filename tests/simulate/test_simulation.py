@@ -11,13 +11,13 @@ import pytest
 import torch
 import torch.distributed as dist
 from tests.circles import everyday
-from tests.parallel.test_traffic import MODERN, TABLE, build_run
+from tests.parallel.test_traffic import TABLE, build_run, layout_of
 
 from trainyard.config.run import Run
+from trainyard.layout.flops import flops_per_token, score_flops
+from trainyard.layout.resolve import resolve
 from trainyard.parallel.mesh import build_mesh
-from trainyard.planning.flops import flops_per_token, score_flops
 from trainyard.planning.memory import rank_memory
-from trainyard.planning.resolve import resolve
 from trainyard.planning.traffic import rank_traffic
 from trainyard.planning.work import count_work
 from trainyard.simulate.accounting import Accounting
@@ -29,41 +29,17 @@ from trainyard.simulate.simulation import (
 )
 
 # As tests/parallel/test_traffic.py has with real ranks, on more ranks than those.
-MANY_RANKS = "tensor=2 sequence=true pipeline=4 context=2 zero_stage=1 train.global_batch_size=128"
+ALL_AXES = "dp4 tp2 sequence pp4 cp2 zero1 batch128"
 # More ranks than matrices of a size: some have none, and the one simulated has the largest.
-MUON = "optimizer.kind=muon"
-OPTIMIZERS = ("adamw", "muon")
-LAYOUTS = {
-    **TABLE,
-    "all axes": (MANY_RANKS, 64),
-    "all axes, muon": (f"{MANY_RANKS} {MUON}", 64),
-    "muon, replicas, uneven": (
-        f"data_replicate=2 zero_stage=1 pipeline=2 train.global_batch_size=28 {MUON}",
-        28,
-    ),
-}
-
-
-# Changes to the run, and the number of ranks.
-REAL = {
-    "one rank": ("", 1),
-    "recompute": ("recompute=block precision.kind=bf16", 1),
-    "zero 0": ("", 2),
-    "zero 1": ("zero_stage=1 precision.kind=bf16", 2),
-    "zero 2": ("zero_stage=2", 2),
-    "zero 3": ("zero_stage=3", 2),
-    "muon": ("zero_stage=1 optimizer.kind=muon", 2),
-    "tensor, sequence": ("tensor=2 sequence=true", 2),
-    "pipeline": ("pipeline=2", 2),
-    "interleaved": ("pipeline=2 chunks=2 schedule=interleaved", 2),
-    "ulysses": ("context=2", 2),
-    "modern": (MODERN, 1),
-    "modern, tensor, sequence, zero 1": (f"tensor=2 sequence=true zero_stage=1 {MODERN}", 4),
-    "three axes": ("pipeline=2 tensor=2 sequence=true zero_stage=1", 8),
-    "fp8": ("precision.kind=fp8", 1),
-    "fp8, emulated": ("precision.kind=fp8 precision.fp8.emulate=true zero_stage=3", 2),
-    "fp8_lowbit": ("precision.kind=fp8_lowbit zero_stage=2", 2),
-}
+UNEVEN = "dp14 hsdp2 zero1 pp2 muon batch28"
+LAYOUTS = (*TABLE, ALL_AXES, f"{ALL_AXES} muon", UNEVEN)
+REAL = (
+    *("dp1", "recompute-block bf16", "modern", "fp8"),
+    *("dp2", "dp2 zero1 bf16", "dp2 zero2", "dp2 zero3", "dp2 zero1 muon"),
+    *("tp2 sequence", "pp2", "pp2 interleaved", "cp2"),
+    *("dp2 tp2 sequence zero1 modern", "dp2 pp2 tp2 sequence zero1"),
+    *("dp2 fp8 emulated zero3", "dp2 fp8_lowbit zero2"),
+)
 
 
 def measure(run: Run, n_ranks: int) -> int:
@@ -79,13 +55,9 @@ def measure(run: Run, n_ranks: int) -> int:
     return peak
 
 
-SHORT = ("zero 1",)
-
-
-@pytest.mark.parametrize("name", everyday(REAL, SHORT))
+@pytest.mark.parametrize("name", everyday(REAL, ("dp2 zero1 bf16",)))
 def test_real_ranks_hold_what_is_simulated(name: str, run_ranks: Callable[..., list[int]]) -> None:
-    changes, n_ranks = REAL[name]
-    run = build_run(changes)
+    run, n_ranks = build_run(name), layout_of(name).n_ranks
     # This process must not run a backward pass before it forks: some builds of torch refuse then.
     with multiprocessing.get_context("fork").Pool(1) as pool:
         rank = partial(measure, run, n_ranks)
@@ -97,11 +69,11 @@ def test_real_ranks_hold_what_is_simulated(name: str, run_ranks: Callable[..., l
 
 
 @pytest.mark.parametrize(
-    "name", everyday(LAYOUTS, ("ulysses, recompute attention", "modern, ulysses", "all axes"))
+    "name", everyday(LAYOUTS, ("cp2 recompute-attention", "cp2 modern", ALL_AXES))
 )
 def test_messages_are_those_of_the_formulas(name: str) -> None:
-    changes, n_ranks = LAYOUTS[name]
-    run, rank = build_run(changes), n_ranks // 2
+    run, n_ranks = build_run(name), layout_of(name).n_ranks
+    rank = n_ranks // 2
     plan = resolve(run, n_ranks)
     traffic = rank_traffic(run, plan, plan.topology.coordinates(rank).pipeline)
     planned = {(each.axis, each.collective, each.calls, each.n_bytes) for each in traffic}
@@ -110,7 +82,7 @@ def test_messages_are_those_of_the_formulas(name: str) -> None:
 
 
 def test_flop_of_other_parts_are_those_of_the_plan() -> None:
-    run = build_run(MODERN)
+    run = build_run("modern")
     found = simulate(run, 1, 0)
     model, n_tokens = run.model, 8 * run.model.sequence_length
     products = sum(n for name, n in found.flops.items() if "attention" not in name)
@@ -136,8 +108,8 @@ def test_products_have_the_flop_of_the_formula() -> None:
 
 
 def test_products_of_muon_have_the_flop_of_the_formula() -> None:
-    adamw, muon = (simulate(build_run(f"optimizer.kind={kind}"), 1, 0) for kind in OPTIMIZERS)
-    run = build_run("optimizer.kind=muon")
+    adamw, muon = (simulate(build_run(name), 1, 0) for name in ("", "muon"))
+    run = build_run("muon")
     D, F, L = run.model.d_model, run.model.d_ff, run.model.n_layers
     # Four matrices of D x D, and two of D x F, in five iterations.
     flops = 5 * L * (4 * 6 * D**3 + 2 * (4 * D * D * F + 2 * D**3))
@@ -149,7 +121,7 @@ def test_products_of_muon_have_the_flop_of_the_formula() -> None:
 def test_an_update_by_muon_fits_where_it_is_planned_to() -> None:
     """Where little else takes memory, and each rank gets whole updates."""
     wide = "model.d_model=256 model.d_ff=1024 model.vocabulary_size=128 model.sequence_length=8"
-    run = build_run(f"{wide} train.global_batch_size=2 tensor=2 optimizer.kind=muon")
+    run = build_run("tp2 muon", *wide.split(), "train.global_batch_size=2")
     found, planned = simulate(run, 4, 0), rank_memory(run, resolve(run, 4), 0)
     assert found.moment == planned.moment == "update"
     n_bytes = planned.peak_bytes - planned.items["context and libraries"]
@@ -160,9 +132,8 @@ def test_an_update_by_muon_fits_where_it_is_planned_to() -> None:
 @pytest.mark.parametrize(("kind", "scaling"), [("fp8", "tensorwise"), ("fp8_lowbit", "rowwise")])
 def test_scaled_products_are_products(kind: str, scaling: str) -> None:
     """Of a device that has them, on a machine that may not."""
-    changes = f"zero_stage=1 precision.kind={kind} precision.fp8.scaling={scaling}"
-    run = build_run(changes)
-    bf16 = simulate(build_run("zero_stage=1 precision.kind=bf16"), 1, 0)
+    run = build_run(f"zero1 {kind}", f"precision.fp8.scaling={scaling}")
+    bf16 = simulate(build_run("zero1 bf16"), 1, 0)
     found = simulate(run, 1, 0)
     D, F = run.model.d_model, run.model.d_ff
     n_tokens = 8 * run.model.sequence_length
@@ -174,10 +145,7 @@ def test_scaled_products_are_products(kind: str, scaling: str) -> None:
 
 @pytest.mark.exhaustive
 def test_low_bit_state_is_what_is_kept() -> None:
-    bf16, low = (
-        simulate(build_run(f"zero_stage=1 precision.kind={kind}"), 2, 0)
-        for kind in ("bf16", "fp8_lowbit")
-    )
+    bf16, low = (simulate(build_run(f"zero1 {kind}"), 2, 0) for kind in ("bf16", "fp8_lowbit"))
     model = build_run("").model
     D, F = model.d_model, model.d_ff
     n_values = model.n_layers * (4 * D * D + 2 * D * F) // 2  # of blocks' matrices, on each rank
@@ -190,8 +158,7 @@ def test_low_bit_state_is_what_is_kept() -> None:
 
 @pytest.mark.exhaustive
 def test_emulated_products_are_counted_as_they_are() -> None:
-    changes = "precision.kind=fp8 precision.fp8.emulate="
-    real, emulated = (simulate(build_run(changes + word), 1, 0) for word in ("false", "true"))
+    real, emulated = (simulate(build_run(name), 1, 0) for name in ("fp8", "fp8 emulated"))
     assert "_scaled_mm" not in emulated.flops
     assert sum(emulated.flops.values()) == sum(real.flops.values())
     assert emulated.peak_bytes >= real.peak_bytes
@@ -200,11 +167,11 @@ def test_emulated_products_are_counted_as_they_are() -> None:
 
 
 def test_micro_batches_that_are_counted_are_as_if_they_were_run() -> None:
-    changes = "pipeline=2 tensor=2 train.global_batch_size="
-    few, many = (simulate(build_run(f"{changes}{n}"), 4, 0) for n in (4, 7))
+    runs = [build_run("pp2 tp2", f"train.global_batch_size={n}") for n in (4, 7)]
+    few, many = (simulate(run, 4, 0) for run in runs)
     assert (few.n_simulated, few.n_micro_batches) == (4, 4)
     assert (many.n_simulated, many.n_micro_batches) == (4, 7)
-    run = build_run(f"{changes}7")
+    run = runs[-1]
     found = _simulate_all(run, 4)
     # Some numbers of 4 bytes are on no line.
     assert many.peak_bytes == pytest.approx(found.peak_bytes, abs=100)
@@ -223,7 +190,9 @@ def _simulate_all(run: Run, n_ranks: int) -> Simulation:
 
 
 def test_the_peak_is_told_with_its_moment_and_tensors() -> None:
-    found = simulate(build_run("recompute=block model.n_layers=8 model.vocabulary_size=100"), 1, 0)
+    found = simulate(
+        build_run("recompute-block", "model.n_layers=8", "model.vocabulary_size=100"), 1, 0
+    )
     assert found.moment == "backward of block 7, micro batch 2 of 3"
     assert found.held_bytes < found.peak_bytes
     assert sum(n_bytes for _, n_bytes in found.largest) < found.peak_bytes
@@ -233,7 +202,7 @@ def test_the_peak_is_told_with_its_moment_and_tensors() -> None:
 
 def test_nothing_of_the_fake_world_stays() -> None:
     resize = torch.UntypedStorage.resize_
-    simulate(build_run("pipeline=2"), 2, 0)
+    simulate(build_run("pp2"), 2, 0)
     assert not dist.is_initialized()
     assert torch.UntypedStorage.resize_ is resize
     assert torch.ones(1).item() == 1.0
@@ -241,7 +210,7 @@ def test_nothing_of_the_fake_world_stays() -> None:
 
 @pytest.mark.exhaustive
 def test_real_ranks_follow_a_fake_world(run_ranks: Callable[..., list[int]]) -> None:
-    run = build_run("tensor=2 zero_stage=1 precision.kind=fp8_lowbit")
+    run = build_run("tp2 zero1 fp8_lowbit")
     simulate(run, 8, 0)  # its groups have other numbers than those of 4 ranks
     simulate(run, 4, 0)
     assert min(run_ranks(4, partial(measure, run, 4))) > 0
@@ -252,4 +221,4 @@ def test_no_weights_are_drawn(monkeypatch: pytest.MonkeyPatch) -> None:
         raise AssertionError(f"{name} is drawn")
 
     monkeypatch.setattr("trainyard.model.init.initial_value", refuse)
-    simulate(build_run("tensor=2"), 2, 0)
+    simulate(build_run("tp2"), 2, 0)

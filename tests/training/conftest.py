@@ -11,7 +11,7 @@ from tests.faults.small_run import write_tokens
 
 from trainyard.config.load import build_run, load_run
 from trainyard.config.run import Run
-from trainyard.training.run_folder import write_run_folder
+from trainyard.training.run_folder import open_run, write_run_folder
 from trainyard.training.stop import StopReason
 from trainyard.training.worker import run_worker
 
@@ -50,8 +50,8 @@ def with_fields(run: Run, **sections: dict[str, object]) -> Run:
 
 
 def start(folder: Path, run: Run, resume: str = "auto") -> StopReason:
-    write_run_folder(folder, run, resume)
-    return run_worker(folder, resume)
+    write_run_folder(open_run(folder, run=run), resume)
+    return run_worker(open_run(folder), resume)
 
 
 def lines_of(folder: Path, kind: str) -> list[dict[str, Any]]:

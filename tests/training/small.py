@@ -10,13 +10,13 @@ import torch.distributed as dist
 from torch import Tensor
 
 from trainyard.config.load import build_run
+from trainyard.layout.batches import BatchSchedule
+from trainyard.layout.resolve import resolve
 from trainyard.optim.optimizer import build_optimizer
 from trainyard.parallel.mesh import build_mesh
 from trainyard.parallel.model import ParallelModel
 from trainyard.parallel.placement import local_part
-from trainyard.planning.batches import BatchSchedule
-from trainyard.planning.resolve import resolve
-from trainyard.training.parity import build_loader
+from trainyard.simulate.parity import build_loader
 from trainyard.training.state import State, TrainContext
 from trainyard.training.step import StepResult, train_step
 

@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tests.layouts import read_layout
 from tests.training.small import build_small_context
 
 from trainyard.parallel.model import ParallelModel
@@ -48,51 +49,25 @@ def compare(parallel: dict[str, Any], flips: dict[int, str], *, tied: bool = Tru
 
 
 @pytest.mark.parametrize(
-    ("n_ranks", "parallel", "flips", "expected"),
+    ("name", "flips", "expected"),
     [
-        pytest.param(2, {}, {1: UP}, [f"{UP}: rank 0 differs from rank 1"], id="replicate x2"),
-        pytest.param(
-            4,
-            {"data_replicate": 2, "zero_stage": 3},
-            {3: UP},
-            [f"{UP}: rank 1 differs from rank 3"],
-            id="hybrid",
-        ),
-        pytest.param(
-            2, {"tensor": 2}, {1: NORM}, [f"{NORM}: rank 0 differs from rank 1"], id="tp2 norm"
-        ),
-        pytest.param(
-            2,
-            {"pipeline": 2},
-            {1: EMBEDDING},
-            [f"{EMBEDDING}: rank 0 differs from rank 1"],
-            id="pp2 tied",
-        ),
-        pytest.param(
-            4,
-            {"tensor": 2},
-            {2: NORM},
-            [f"{NORM}: rank 2 differs from ranks 0-1, 3"],
-            id="tp2 x dp2 norm",
-        ),
-        pytest.param(
-            4,
-            {"pipeline": 2},
-            {3: UP},
-            [f"{UP}: rank 2 differs from rank 3"],
-            id="pp2 x dp2: a name that only the last stage knows",
-        ),
-        pytest.param(2, {"zero_stage": 3}, {0: UP}, [], id="zero 3, held once"),
+        ("dp2", {1: UP}, [f"{UP}: rank 0 differs from rank 1"]),
+        ("dp4 hsdp2 zero3", {3: UP}, [f"{UP}: rank 1 differs from rank 3"]),
+        ("tp2", {1: NORM}, [f"{NORM}: rank 0 differs from rank 1"]),
+        ("pp2", {1: EMBEDDING}, [f"{EMBEDDING}: rank 0 differs from rank 1"]),
+        ("dp2 tp2", {2: NORM}, [f"{NORM}: rank 2 differs from ranks 0-1, 3"]),
+        # Only the last stage knows this name.
+        ("dp2 pp2", {3: UP}, [f"{UP}: rank 2 differs from rank 3"]),
+        ("dp2 zero3", {0: UP}, []),  # held once
     ],
 )
 def test_a_flipped_bit_is_named_on_every_rank(
     run_ranks: Callable[..., list[Any]],
-    n_ranks: int,
-    parallel: dict[str, Any],
+    name: str,
     flips: dict[int, str],
     expected: list[str],
 ) -> None:
-    for found in run_ranks(n_ranks, compare, parallel, flips):
+    for found in run_ranks(read_layout(name).n_ranks, compare, read_layout(name).parallel, flips):
         assert found == expected
 
 

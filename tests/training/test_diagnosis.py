@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from tests.layouts import read_layout
 
 from trainyard.parallel.placement import local_part
 from trainyard.training.guard import diagnose
@@ -104,13 +105,11 @@ def test_weights_moments_and_gradients_are_as_before() -> None:
         assert not context.optimizer.state_of(local)
 
 
-@pytest.mark.parametrize(
-    ("n_ranks", "parallel"),
-    [(2, {}), (4, {"tensor": 2, "pipeline": 2}), (4, {"tensor": 2, "zero_stage": 3})],
-)
+@pytest.mark.parametrize("name", ["dp2", "tp2 pp2", "dp2 tp2 zero3"])
 def test_every_layout_says_what_a_single_device_says(
-    run_ranks: Callable[..., list[Any]], n_ranks: int, parallel: dict[str, Any]
+    run_ranks: Callable[..., list[Any]], name: str
 ) -> None:
+    n_ranks, parallel = read_layout(name).n_ranks, read_layout(name).parallel
     alone = diagnose_planted(1, {})
     first, *others = run_ranks(n_ranks, diagnose_planted, n_ranks, parallel)
     assert all(other == first for other in others)

@@ -14,7 +14,7 @@ from trainyard.config.load import load_run
 from trainyard.config.run import Run
 from trainyard.data.sidecar import load_sidecar, save_sidecar
 from trainyard.errors import CheckpointError, ConfigError
-from trainyard.training.run_folder import find_end_of_document
+from trainyard.training.run_folder import RunFiles, find_end_of_document
 
 WITHIN = "model.attention_within_documents=true"
 
@@ -35,21 +35,25 @@ def run_of(*overrides: str) -> Run:
     return load_run("tiny", ["data.blend.prefixes=['web_text_document']", *overrides]).run
 
 
+def name_end(run: Run) -> Run:
+    return find_end_of_document(run, RunFiles(Path(), run))
+
+
 def test_the_token_is_that_of_the_tokenizer_or_of_the_files(web: Path) -> None:
-    assert find_end_of_document(run_of()).model.end_of_document_id is None
+    assert name_end(run_of()).model.end_of_document_id is None
     for overrides in ([], ["tokenizer.path=gpt2"], ["model.end_of_document_id=50256"]):
         run = run_of(WITHIN, "model.vocabulary_size=50257", *overrides)
-        assert find_end_of_document(run).model.end_of_document_id == 50256
+        assert name_end(run).model.end_of_document_id == 50256
     run = run_of(WITHIN, "model.vocabulary_size=50257", "model.end_of_document_id=3")
     with pytest.raises(ConfigError, match="different tokens: 3 by model, 50256 by web_text_docum"):
-        find_end_of_document(run)
+        name_end(run)
     prefix = web / "web_text_document"
     save_sidecar(msgspec.structs.replace(load_sidecar(prefix), append_eod=False), prefix)
     with pytest.raises(ConfigError, match="web_text_document have no last token that ends them"):
-        find_end_of_document(run_of(WITHIN))
+        name_end(run_of(WITHIN))
     prefix.with_suffix(".json").unlink()
     with pytest.raises(ConfigError, match="needs the token that ends a document, and") as error:
-        find_end_of_document(run_of(WITHIN))
+        name_end(run_of(WITHIN))
     assert error.value.hint.startswith("model.end_of_document_id=50256 for GPT-2's tokens")
 
 

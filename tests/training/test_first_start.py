@@ -13,11 +13,11 @@ from torch import Tensor
 
 from trainyard.config.load import load_run
 from trainyard.config.run import Run
+from trainyard.doctor.diagnosis import PASS, REPLACE
 from trainyard.doctor.examine import compare_compiled
-from trainyard.doctor.verdict import PASS, REPLACE
 from trainyard.errors import MachineError
 from trainyard.model.compiled import Trial, refuse_wrong_once
-from trainyard.model.gpt import _SwiGLU
+from trainyard.model.linear import _RMSNorm
 
 pytestmark = [
     pytest.mark.exhaustive,  # Inductor compiles for a CPU
@@ -26,13 +26,13 @@ pytestmark = [
 
 
 def plant_a_compiler_that_is_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
-    right = _SwiGLU.backward
+    right = _RMSNorm.backward
 
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        found, _ = right(ctx, gradient)
-        return torch.zeros_like(found) if torch.compiler.is_compiling() else found, None
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        found, *others = right(ctx, gradient)
+        return torch.zeros_like(found) if torch.compiler.is_compiling() else found, *others
 
-    monkeypatch.setattr(_SwiGLU, "backward", staticmethod(backward))
+    monkeypatch.setattr(_RMSNorm, "backward", staticmethod(backward))
 
 
 def test_a_device_is_compared_once_and_refused_where_it_compiles_wrongly(
@@ -61,7 +61,7 @@ def test_doctor_compares_too(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_training_does_not_start_where_blocks_compile_wrongly(
     tiny_run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    run = with_fields(tiny_run, model={"mlp": "swiglu"}, train={"compile": "always"})
+    run = with_fields(tiny_run, model={"norm": "rms"}, train={"compile": "always"})
     plant_a_compiler_that_is_wrong(monkeypatch)
     with pytest.raises(MachineError, match="compiled blocks are wrong on this CPU"):
         start(tmp_path / "run", run)

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from trainyard.config.load import load_run
-from trainyard.planning.resolve import resolve
-from trainyard.training import worker
+from trainyard.layout.resolve import resolve
+from trainyard.training import session
 from trainyard.training.metrics import render_full_line, render_short_line
 
 PLAN = resolve(load_run("tiny", ["train.length='3_310 steps'"]).run)
@@ -84,10 +84,10 @@ def test_the_bar_moves_with_every_step_and_logs_nothing_of_it(
     def show_progress(_title: str, *, plain_lines: bool) -> Iterator[Any]:
         yield lambda done, _total, detail: moves.append((done, detail))
 
-    monkeypatch.setattr(worker, "show_progress", show_progress)
-    monkeypatch.setattr(worker.logger, "info", lambda form, text: lines.append(form % text))
+    monkeypatch.setattr(session, "show_progress", show_progress)
+    monkeypatch.setattr(session.logger, "info", lambda form, text: lines.append(form % text))
     parts: Any = SimpleNamespace(is_first_rank=True, plan=PLAN)
-    with worker.show_training(parts, 7) as show:
+    with session.show_training(parts, 7) as show:
         show(8, "")
         show(9, "a line")
     assert moves == [(step, f"step {step} of 3,310") for step in (7, 8, 9)]

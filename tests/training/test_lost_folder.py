@@ -17,7 +17,7 @@ from tests.training.conftest import start, with_fields
 from trainyard.checkpoint.format import list_checkpoints
 from trainyard.config.run import Run
 from trainyard.errors import EXIT_HOLD, GuardError, MachineError
-from trainyard.launch.hang_reports import HangReports
+from trainyard.launch.supervise import HangReports
 from trainyard.training.run_folder import FILES, FOLDERS, check_entries
 from trainyard.training.stop import SAVE, LostFolderError, Stop
 

@@ -1,10 +1,11 @@
-"""Training with low-precision state: how well it learns, what it holds, and its checkpoints."""
+"""Training with low-precision state or Muon: how well it learns, what it holds, checkpoints."""
 
 from __future__ import annotations
 
 import gc
 from collections.abc import Callable
 from dataclasses import replace
+from itertools import product
 from pathlib import Path
 from typing import Any, cast
 
@@ -12,6 +13,7 @@ import numpy as np
 import pytest
 import torch
 from tests.circles import everyday
+from tests.layouts import Layout, read_layout
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
@@ -24,8 +26,8 @@ from trainyard.cli.check import describe_checkpoint
 from trainyard.data.loader import Loader
 from trainyard.export.huggingface import compare_logits, export_huggingface
 from trainyard.launch.environment import read_versions
+from trainyard.layout.sizes import checkpoint_bytes
 from trainyard.parallel.model import ParallelModel
-from trainyard.planning.saving import checkpoint_bytes
 from trainyard.training.checkpoints import build_saver, load_newest, save_state
 from trainyard.training.guard import diagnose, differing_copies
 from trainyard.training.state import State, TrainContext
@@ -74,12 +76,25 @@ def save(context: TrainContext, state: State) -> None:
     saver.wait()
 
 
-def begin(n_ranks: int, folder: Path, parallel: dict[str, Any]) -> str:
-    """Trains 3 steps of which the second is skipped, and saves."""
-    context = build(n_ranks, folder, **parallel)
+def build_muon(n_ranks: int, folder: Path, **parallel: Any) -> TrainContext:
+    context = build_small_context(
+        n_ranks,
+        optimizer={"kind": "muon", "learning_rate": 1e-2},
+        train={"global_batch_size": 12},
+        parallel={"zero_stage": 1, **parallel},
+    )
+    return replace(context, folder=folder)
+
+
+BUILDS = {"fp8_lowbit": build, "muon": build_muon}
+
+
+def begin(kind: str, layout: Layout, folder: Path) -> str:
+    """Trains 3 steps, of which one with low-precision state skips the second, and saves."""
+    context = BUILDS[kind](layout.n_ranks, folder, **layout.parallel)
     state = State.at_start(context)
-    take_steps(context, state, 3, bad_step=1)
-    assert state.skipped.total == 1
+    take_steps(context, state, 3, bad_step=1 if kind == "fp8_lowbit" else None)
+    assert state.skipped.total == (kind == "fp8_lowbit")
     save(context, state)
     take_steps(context, state, 2)
     save(context, state)
@@ -87,9 +102,9 @@ def begin(n_ranks: int, folder: Path, parallel: dict[str, Any]) -> str:
     return diagnose(context, state)
 
 
-def resume(n_ranks: int, source: Path, folder: Path, n_steps: int, parallel: dict[str, Any]) -> int:
+def resume(kind: str, layout: Layout, source: Path, folder: Path, n_steps: int) -> int:
     """Loads step 3 of another folder, goes on, and saves to `folder`."""
-    context = build(n_ranks, source, **parallel)
+    context = BUILDS[kind](layout.n_ranks, source, **layout.parallel)
     state = load_newest(context, lambda step: step == 3)
     take_steps(context, state, n_steps)
     save(replace(context, folder=folder), state)
@@ -113,28 +128,26 @@ def differing(one: dict[str, Tensor], two: dict[str, Tensor]) -> list[str]:
     ]
 
 
-LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
-    "dp3 zero 3": (3, {"zero_stage": 3}),
-    "tp2": (2, {"tensor": 2}),
-    "dp2 pp2": (4, {"pipeline": 2}),
-    "dp2 tp2 hybrid": (4, {"tensor": 2, "data_replicate": 2}),
-}
+LAYOUTS = ("dp3 zero3", "tp2", "dp2 pp2", "dp2 hsdp2 tp2")
+EVERY_DAY = [("fp8_lowbit", "dp2 pp2"), ("muon", "tp2")]
 
 
-@pytest.mark.parametrize("layout", everyday(LAYOUTS, ("dp2 pp2",)))
+@pytest.mark.parametrize(("kind", "name"), everyday(product(BUILDS, LAYOUTS), EVERY_DAY))
 def test_a_checkpoint_is_exact_in_the_same_and_in_other_layouts(
-    layout: str, tmp_path: Path, run_ranks: Callable[..., list[Any]]
+    kind: str, name: str, tmp_path: Path, run_ranks: Callable[..., list[Any]]
 ) -> None:
-    n_ranks, parallel = LAYOUTS[layout]
+    layout = read_layout(name)
     here, there, alone = (tmp_path / name for name in ("here", "there", "alone"))
     for folder in (here, there, alone):
         folder.mkdir()
-    (said, *_) = run_ranks(n_ranks, begin, n_ranks, here, parallel)
+    (said, *_) = run_ranks(layout.n_ranks, begin, kind, layout, here)
     assert "weights not finite: none" in said and "blocks.3" in said
     # To one rank, and from there back to this layout: codes, scales and all else, bit by bit.
-    assert resume(1, here, alone, 0, {}) == 1
+    n_skipped = resume(kind, read_layout("dp1"), here, alone, 0)
     assert not differing(saved(here, 3), saved(alone, 3))
-    assert run_ranks(n_ranks, resume, n_ranks, alone, there, 2, parallel) == [1] * n_ranks
+    assert {n_skipped, *run_ranks(layout.n_ranks, resume, kind, layout, alone, there, 2)} == {
+        int(kind == "fp8_lowbit")
+    }
     assert not differing(saved(here, 5), saved(there, 5))
 
 
@@ -266,3 +279,17 @@ def test_it_begins_with_imported_weights_in_fp32(tmp_path: Path) -> None:
         else:
             assert not kept
     take_steps(context, state, 1)
+
+
+def test_a_checkpoint_of_muon_has_one_state_for_each_matrix_of_a_block(tmp_path: Path) -> None:
+    context = build_muon(1, tmp_path)
+    state = State.at_start(context)
+    take_steps(context, state, 4)
+    save(context, state)
+    path = tmp_path / "checkpoints" / "step-00000004"
+    manifest = read_manifest(path)
+    assert "momentum of 16 of 52" in describe_checkpoint(manifest)["optimizer"]
+    states = {name.rpartition(".")[2] for name in manifest.tensors if "mlp.up.weight" in name}
+    assert states == {"weight", "momentum"}
+    n_bytes = sum(each.numel() * each.element_size() for each in saved(tmp_path, 4).values())
+    assert n_bytes == checkpoint_bytes(context.run, context.plan.n_parameters)

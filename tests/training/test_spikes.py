@@ -12,7 +12,7 @@ import torch
 
 from trainyard.config.run import Guard
 from trainyard.optim.clip import StepStats
-from trainyard.training.spikes import SavedWindow, SpikeWindow
+from trainyard.training.state import SavedWindow, SpikeWindow
 
 CPU = torch.device("cpu")
 

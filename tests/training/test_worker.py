@@ -41,12 +41,12 @@ from trainyard.errors import (
 )
 from trainyard.launch.environment import Process, code_checksum
 from trainyard.launch.heartbeat import Heartbeat
+from trainyard.layout.resolve import resolve
 from trainyard.parallel.mesh import HostClock, Mesh, build_mesh, choose_device, name_device_errors
-from trainyard.planning.resolve import resolve
 from trainyard.topology import Topology
 from trainyard.training import loop
-from trainyard.training.inputs import build_shared_orders, read_unread
-from trainyard.training.run_folder import refuse_what_is_not_built, write_run_folder
+from trainyard.training.context import build_shared_orders, read_unread
+from trainyard.training.run_folder import open_run, refuse_what_is_not_built, write_run_folder
 from trainyard.training.state import State, TrainContext
 from trainyard.training.step import StepResult, train_step
 from trainyard.training.stop import DONE, Stop, StopReason
@@ -101,7 +101,7 @@ def test_stopped_and_resumed_equals_uninterrupted_to_the_last_bit(
         train={"micro_batch_size": accumulate},
     )
     assert start(tmp_path / "whole", run) == DONE
-    monkeypatch.setattr("trainyard.training.worker.Stop", lambda *_: StopsAfter(5))
+    monkeypatch.setattr("trainyard.training.session.Stop", lambda *_: StopsAfter(5))
     assert start(tmp_path / "parts", run) == StopReason("told to", 75)
     monkeypatch.undo()
     assert start(tmp_path / "parts", run, "must") == DONE
@@ -184,7 +184,7 @@ def test_resume_never_and_must(tiny_run: Run, tmp_path: Path) -> None:
         start(tmp_path / "run", tiny_run, "never")
     # A worker may be started again without the parent that looks first.
     with pytest.raises(CheckpointError, match="step-00000012 exists, and --resume never"):
-        run_worker(tmp_path / "run", "never")
+        run_worker(open_run(tmp_path / "run"), "never")
 
 
 def test_resume_with_a_changed_run_names_the_fields(tiny_run: Run, tmp_path: Path) -> None:
@@ -358,7 +358,7 @@ def test_a_signal_saves_and_its_exit_code_tells_a_scheduler(
 ) -> None:
     folder = tmp_path / "run"
     run = with_fields(tiny_run, train={"length": "100000 steps"}, schedule={"decay": "99999 steps"})
-    write_run_folder(folder, run, "auto")
+    write_run_folder(open_run(folder, run=run), "auto")
     monkeypatch.setattr("sys.argv", ["worker", str(folder)])
     running = Fork(worker_main)
     metrics = folder / "metrics.jsonl"
@@ -376,10 +376,10 @@ def test_a_signal_saves_and_its_exit_code_tells_a_scheduler(
 
 
 def test_half_a_line_of_a_killed_run_is_dropped(tiny_run: Run, tmp_path: Path) -> None:
-    write_run_folder(tmp_path / "run", tiny_run, "auto")
+    write_run_folder(open_run(tmp_path / "run", run=tiny_run), "auto")
     metrics = tmp_path / "run" / "metrics.jsonl"
     metrics.write_text('{"kind": "train", "step": 1, "loss": 2.0}\n{"kind": "tra')
-    run_worker(tmp_path / "run")
+    run_worker(open_run(tmp_path / "run"))
     lines = [json.loads(line) for line in metrics.read_text().splitlines()]
     assert [line["kind"] for line in lines[:3]] == ["train", "start", "train"]
 
@@ -452,7 +452,7 @@ def test_wandb_continues_one_run(
     known = (folder / "wandb-id").read_text().strip()
     assert len(written) == 2
     assert {path.name for path in written} == {f"run-{known}.wandb"}
-    write_run_folder(folder, run, "overwrite")
+    write_run_folder(open_run(folder, run=run), "overwrite")
     assert not (folder / "wandb-id").exists()
 
 
@@ -466,7 +466,7 @@ def test_data_without_a_record_is_read_once_by_all_ranks_together(
     run_ranks: Callable[..., list[Any]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("trainyard.data.index_cache.BLOCK_BYTES", 500)
-    monkeypatch.setattr("trainyard.training.inputs.BLOCKS_A_ROUND", 2)
+    monkeypatch.setattr("trainyard.training.context.BLOCKS_A_ROUND", 2)
     (tmp_path / "other").mkdir()
     prefixes = [str(write_tokens(tmp_path)), str(write_tokens(tmp_path / "other"))]
     blocks = sum(-(-path.stat().st_size // 500) for p in prefixes for path in token_paths(p))

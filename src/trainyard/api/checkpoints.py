@@ -31,9 +31,9 @@ from trainyard.evaluation.trained import (
     read_trained_run,
 )
 from trainyard.launch.environment import Process
+from trainyard.layout.resolve import resolve
 from trainyard.log import show_progress
 from trainyard.model.gpt import GPT
-from trainyard.planning.resolve import resolve
 
 Prompt = TypeVar("Prompt", str, list[str])
 
@@ -127,7 +127,7 @@ class Evaluation:
     bits_per_byte: float | None
     n_tokens: int
     n_bytes: int | None
-    """Of the text in UTF-8; None without a tokenizer."""
+    """Size of the text in UTF-8; None without a tokenizer."""
     unigram_loss: float | None
     """From token frequencies alone."""
 

@@ -25,6 +25,7 @@ from typing import Any, NoReturn
 
 from pydantic import ValidationError
 
+from trainyard.api import planning
 from trainyard.config.cluster import Launch, read_cluster
 from trainyard.config.corpus import Corpus, load_corpus, output_prefixes
 from trainyard.config.load import load_run, render_run
@@ -32,11 +33,10 @@ from trainyard.config.run import Run
 from trainyard.corpus.fetching.catalogue import corpus_names
 from trainyard.data.patterns import could_match, find_token_files, is_pattern
 from trainyard.data.vocabulary import load_vocabulary
-from trainyard.errors import ConfigError, DataError, LaunchError, explain_failure
+from trainyard.errors import ConfigError, DataError, LaunchError, MachineError, explain_failure
 from trainyard.files import publish_text
 from trainyard.jobs.job import Job
-from trainyard.jobs.scheduler import BatchScheduler
-from trainyard.jobs.schedulers import SCHEDULERS
+from trainyard.jobs.schedulers import SCHEDULERS, BatchScheduler
 from trainyard.jobs.script import check_job, check_machine, render
 from trainyard.jobs.status import (
     Submission,
@@ -47,8 +47,9 @@ from trainyard.jobs.status import (
 from trainyard.launch.environment import refuse_secrets
 from trainyard.launch.local import POLL_SECONDS, signal_name
 from trainyard.launch.signals import note_signals
+from trainyard.layout.ranks import find_topology, ranks_per_replica
 from trainyard.planning.clusters import find_machine
-from trainyard.planning.layout import find_topology, ranks_per_replica
+from trainyard.planning.search import is_gpu
 from trainyard.training.start import RUNS, refuse_moved_run
 from trainyard.training.stop import refuse_stopped
 
@@ -169,6 +170,20 @@ def plan_jobs(request: Request, project: Path) -> tuple[Run, dict[str, Job]]:
     return run, jobs
 
 
+def refuse_unfit(run: Run, cluster: str, n_ranks: int) -> None:
+    """Rejects what `trainyard plan` rejects: too little memory, or an unsupported precision.
+
+    Raises:
+        MachineError: the plan's message.
+    """
+    machine = find_machine(cluster)
+    try:
+        if is_gpu(machine):
+            planning.refuse_unfit(planning.build_report(run, machine, n_ranks))
+    except MachineError as error:
+        raise MachineError(error.problem, f"{error.hint}; to launch anyway: --force") from None
+
+
 def start_jobs(request: Request, run: Run, jobs: dict[str, Job]) -> str:
     """Submits the jobs, or runs them in turn: in this allocation, or without a scheduler.
 
@@ -232,7 +247,7 @@ def _make_data_folder(data_file: Path) -> None:
 def _write_folder(run: Run, jobs: dict[str, Job], scripts: dict[str, str]) -> None:
     """Checks the run, and writes it and its scripts into the run folder."""
     from trainyard.api.running import convert_start
-    from trainyard.training.run_folder import begun_run, write_run_folder
+    from trainyard.training.run_folder import begun_run, open_run, write_run_folder
 
     folder = next(iter(jobs.values())).folder
     refuse_second(folder)
@@ -246,7 +261,7 @@ def _write_folder(run: Run, jobs: dict[str, Job], scripts: dict[str, str]) -> No
     if list(jobs) == ["train"]:
         if begun is None:
             convert_start(run, folder)
-        write_run_folder(folder, find_token_files(run, begun), "auto")
+        write_run_folder(open_run(folder, run=find_token_files(run, begun)), "auto")
     else:  # the data may not exist yet
         refuse_stopped(folder)
         refuse_secrets(run.model_dump())

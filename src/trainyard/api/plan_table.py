@@ -13,13 +13,13 @@ from rich.text import Text
 
 from trainyard.architecture import count_values, stage_layers
 from trainyard.config.run import Run
+from trainyard.layout.flops import describe_formula, figures_by_formula, model_flops_utilization
+from trainyard.layout.ranks import describe_layout
+from trainyard.layout.resolve import Plan
+from trainyard.layout.sizes import checkpoint_bytes
 from trainyard.planning.cost import CorpusUse, Cost
-from trainyard.planning.flops import describe_formula, figures_by_formula, model_flops_utilization
 from trainyard.planning.hardware import Machine
-from trainyard.planning.layout_check import describe_layout
 from trainyard.planning.memory import RankMemory
-from trainyard.planning.resolve import Plan
-from trainyard.planning.saving import checkpoint_bytes
 from trainyard.planning.search import Remedy, fits, usable_bytes
 from trainyard.planning.time import StepTime
 from trainyard.planning.traffic import Traffic, busiest_rank

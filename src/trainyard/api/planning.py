@@ -9,8 +9,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from trainyard.api.plan_table import Report
-from trainyard.errors import ConfigError, DataError
-from trainyard.planning.hardware import GIGA
+from trainyard.config.devices import GIGA
+from trainyard.errors import ConfigError, DataError, MachineError
+from trainyard.units import format_bytes, with_article
 
 if TYPE_CHECKING:
     from trainyard.config.run import Run
@@ -100,7 +101,7 @@ def count_devices(run: Run, machine: Machine | None, nodes: int | None, gpus: in
         if gpus < 1:
             raise ConfigError(f"{gpus} devices cannot run anything", "gpus=1 or more")
         return gpus
-    from trainyard.planning.resolve import resolve
+    from trainyard.layout.resolve import resolve
 
     return resolve(run).n_ranks
 
@@ -120,10 +121,10 @@ def build_report(
     """
     from trainyard.config.rules import change
     from trainyard.data.patterns import find_token_files
+    from trainyard.layout.resolve import resolve
     from trainyard.planning.cost import corpora_use, run_cost
     from trainyard.planning.hardware import find_extremes
     from trainyard.planning.memory import rank_memory
-    from trainyard.planning.resolve import resolve
     from trainyard.planning.saving import host_bytes
     from trainyard.planning.search import find_remedies, is_gpu
     from trainyard.planning.time import step_time
@@ -151,6 +152,25 @@ def build_report(
     if report.fits:
         return report
     return replace(report, remedies=find_remedies(run, machine, n_devices))
+
+
+def refuse_unfit(report: Report) -> None:
+    """Raises for a run that does not fit.
+
+    Raises:
+        MachineError: the missing memory, and the cheapest change.
+    """
+    if report.fits:
+        return
+    assert report.machine is not None
+    hint = "no tested change makes it fit: use a smaller model or larger devices"
+    if report.remedies:
+        hint = f"cheapest change that makes it fit: {report.remedies[0].change}"
+    raise MachineError(
+        f"{report.run.name} does not fit: {format_bytes(-(report.spare_bytes or 0))} more than "
+        f"{with_article(report.machine.device.name)} has",
+        hint,
+    )
 
 
 def find_sizes(run: Run) -> dict[str, int]:

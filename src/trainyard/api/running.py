@@ -46,9 +46,8 @@ from trainyard.units import format_figure, format_number, format_seconds
 if TYPE_CHECKING:
     from trainyard.api.checkpoints import SavedCheckpoint
     from trainyard.config.run import Run
-    from trainyard.planning.resolve import Plan
     from trainyard.training.metrics import LogLines
-    from trainyard.training.run_folder import Resume
+    from trainyard.training.run_folder import OpenRun, Resume
 
 logger = logging.getLogger("trainyard")
 
@@ -61,7 +60,7 @@ class Prepared:
 
     run_file: Path
     prefixes: list[str]
-    """Of the token files, without `.bin` or `.idx`."""
+    """Paths of the token files, without `.bin` or `.idx`."""
     n_documents: int
     n_tokens: int
 
@@ -147,14 +146,9 @@ def train(
             file = Path(folder) / "run.toml"
             file.write_text(load.render_run(run), encoding="utf-8")
             run = file
-        options = {
-            "run_file": str(run),
-            "overrides": list(overrides),
-            "ranks": ranks,
-            "minutes": minutes,
-            "overwrite": overwrite,
-        }
-        code, message = _run_program("trainyard.api.running", json.dumps(options))
+        options = {"ranks": ranks, "minutes": minutes, "overwrite": overwrite}
+        training = {"run_file": str(run), "overrides": list(overrides), **options}
+        code, message = _run_program("trainyard.api.running", json.dumps(training))
     if code:
         error, _, hint = message.partition("\nhint: ")
         where = f"training of {name} ended with exit code {code}"
@@ -225,21 +219,11 @@ def train_run(training: Training) -> int:
     for option in ("ranks", "minutes", "overwrite"):
         process.refuse_option(f"--{option}", getattr(training, option))
     with leave_when_told():
-        run, plan = _load(training, process)
-        from trainyard.data.patterns import find_token_files
-        from trainyard.planning.room import refuse_without_room
-        from trainyard.training.run_folder import begun_run, check_entries
-
+        run = load_run(training.run_file, training.overrides)
+        refuse_moved_run(training.run_file, run.name, training.overrides)
         folder = RUNS / run.name
-        starts_anew = training.resume == "never" or training.overwrite
         try:
-            check_entries(folder)
-            begun = None if starts_anew else begun_run(folder)
-            run = find_token_files(_follow_length(run, training, begun), begun)
-            if not training.force and process.local_rank == 0:
-                n_local = process.n_local_ranks if process.n_ranks > 1 else plan.n_ranks
-                refuse_without_room(run, plan, n_local, folder)
-            code = _train(training, process, run, plan.n_ranks, begun)
+            code = _train(training, process, *_open(training, process, run, folder))
         except UserError as error:
             note_refusal(folder, read_start(), error.exit_code)
             raise
@@ -248,43 +232,47 @@ def train_run(training: Training) -> int:
     return _end_by_hand(folder, code) if by_hand else code
 
 
-def _load(training: Training, process: Process) -> tuple[Run, Plan]:
-    """Reads the run, and plans it for the ranks that train it."""
-    from trainyard.planning.resolve import resolve
+def _open(
+    training: Training, process: Process, run: Run, folder: Path
+) -> tuple[OpenRun, Run | None]:
+    """Opens the run for the ranks that train it, and as it was begun, if it was.
 
-    run = load_run(training.run_file, training.overrides)
-    refuse_moved_run(training.run_file, run.name, training.overrides)
+    What is wrong is refused before the slow import of torch.
+    """
+    from trainyard.data.patterns import find_token_files
+    from trainyard.layout.resolve import resolve
+    from trainyard.planning.room import refuse_without_room
+    from trainyard.planning.shorten import describe_too_short
+    from trainyard.training.run_folder import begun_run, check_entries, open_run
+
+    check_entries(folder)
+    starts_anew = training.resume == "never" or training.overwrite
+    begun = None if starts_anew else begun_run(folder)
     ranks = process.n_ranks if process.n_ranks > 1 else training.ranks
-    plan = resolve(run, ranks)  # rejects impossible layouts before the slow import of torch
+    run = find_token_files(_follow_length(run, training, begun), begun)
+    opened = open_run(folder, ranks, run)
+    if process.rank == 0:
+        for problem in describe_too_short(run, opened.plan):
+            logger.warning("warning: %s", problem)
     require("torch")
     if process.rank == 0:
-        _refuse_missing_inputs(run)
-    if ranks is None:
-        plan = resolve(run, max(plan.n_ranks, _count_gpus()))
-    if process.n_ranks == 1 and 0 < (n_gpus := _count_gpus()) < plan.n_ranks:
+        opened.refuse_missing_inputs()
+    if ranks is None and (n_gpus := _count_gpus()) > opened.plan.n_ranks:
+        opened = replace(opened, plan=resolve(run, n_gpus))
+    if process.n_ranks == 1 and 0 < (n_gpus := _count_gpus()) < opened.plan.n_ranks:
         raise MachineError(
-            f"{plan.n_ranks} ranks on this machine, where torch sees "
+            f"{opened.plan.n_ranks} ranks on this machine, where torch sees "
             + format_number(n_gpus, "GPU"),
             f"--ranks {n_gpus}; or, to train on the CPU, hide GPUs with CUDA_VISIBLE_DEVICES=",
         )
-    return run, plan
-
-
-def _refuse_missing_inputs(run: Run) -> None:
-    """Refuses a run without its data or tokenizer, before torch is imported."""
-    from trainyard.data.loader import describe_data
-    from trainyard.data.patterns import find_token_files
-    from trainyard.data.vocabulary import load_vocabulary
-    from trainyard.training.run_folder import refuse_larger_vocabulary, refuse_what_is_not_built
-
-    refuse_what_is_not_built(run)
-    describe_data(find_token_files(run, missing_ok=True))
-    if run.tokenizer.path:
-        refuse_larger_vocabulary(run, len(load_vocabulary(run.tokenizer.path).tokens))
+    if not training.force and process.local_rank == 0:
+        n_local = process.n_local_ranks if process.n_ranks > 1 else opened.plan.n_ranks
+        refuse_without_room(run, opened.plan, n_local, folder)
+    return opened, begun
 
 
 def _count_gpus() -> int:
-    from trainyard.planning.hardware import list_gpus
+    from trainyard.config.devices import list_gpus
 
     if not list_gpus():  # spares the slow import of torch
         return 0
@@ -295,26 +283,23 @@ def _count_gpus() -> int:
 
 def _follow_length(run: Run, training: Training, begun: Run | None) -> Run:
     """Shortens the schedule of a file that Trainyard wrote with `train.length`, and says so."""
-    from trainyard.planning.shorten import describe_too_short, follow_length
+    from trainyard.planning.shorten import follow_length
 
     followed = follow_length(run, training.run_file, list(training.overrides), begun)
-    if read_process().rank > 0:
-        return followed
-    if followed != run:
+    if followed != run and read_process().rank == 0:
         warmup = f"schedule.warmup='{followed.schedule.warmup}'"
         logger.info(
             "schedule and intervals of %s follow train.length: %s", training.run_file, warmup
         )
-    for problem in describe_too_short(followed):
-        logger.warning("warning: %s", problem)
     return followed
 
 
-def _train(training: Training, process: Process, run: Run, n_ranks: int, begun: Run | None) -> int:
+def _train(training: Training, process: Process, opened: OpenRun, begun: Run | None) -> int:
     """Trains all ranks of this machine, or the one of this process; returns the exit code."""
+    from trainyard.layout.resolve import resolve
     from trainyard.training.run_folder import write_run_folder
 
-    folder = RUNS / run.name
+    folder, n_ranks = opened.folder, opened.plan.n_ranks
 
     def command(attempt: int) -> list[str]:
         # An earlier attempt may have saved a checkpoint of this run.
@@ -325,27 +310,28 @@ def _train(training: Training, process: Process, run: Run, n_ranks: int, begun: 
 
     job = SupervisedJob(process, n_ranks, folder, command)
     if process.rank > 0:
-        wait_for_run_folder(folder, run, process)
+        wait_for_run_folder(folder, opened.run, process)
         return supervise(job)
     with hold(folder) as locks:
-        run = _fit_into(training.minutes, run, n_ranks, begun)
+        if training.minutes is not None:
+            run = _fit_into(training.minutes, opened.run, n_ranks, begun)
+            opened = replace(opened, run=run, plan=resolve(run, n_ranks))
         if begun is None:
-            convert_start(run, folder)
+            convert_start(opened.run, folder)
         how = "overwrite" if training.overwrite else training.resume
-        write_run_folder(folder, run, "auto" if process.attempt else how)
+        opened = write_run_folder(opened, "auto" if process.attempt else how)
         if n_ranks > 1:
+            opened.files.take_manifest(None)  # its workers read their own
             return supervise(replace(job, inherited=locks))
         from trainyard.training.worker import run_worker
 
         faulthandler.enable(file=2)  # nobody else would name a crash
-        return exit_code_below(process, run_worker(folder, training.resume, training.log).exit_code)
+        return exit_code_below(process, run_worker(opened, training.resume, training.log).exit_code)
 
 
-def _fit_into(minutes: float | None, run: Run, n_ranks: int, begun: Run | None) -> Run:
-    """Shortens a run to fit into the minutes, if given, or to the length it was started with."""
-    if minutes is None:
-        return run
-    from trainyard.planning.resolve import resolve
+def _fit_into(minutes: float, run: Run, n_ranks: int, begun: Run | None) -> Run:
+    """Shortens a run to fit into the minutes, or to the length it was started with."""
+    from trainyard.layout.resolve import resolve
     from trainyard.planning.shorten import shorten, with_lengths_of
 
     refuse_stopped(RUNS / run.name)

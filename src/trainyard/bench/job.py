@@ -11,8 +11,8 @@ import numpy as np
 from trainyard.config.run import Blend, Data, Evaluate, Run, TokenizerChoice
 from trainyard.data.indexed import IndexedWriter, optimal_dtype
 from trainyard.errors import ConfigError
-from trainyard.planning.batches import BatchSchedule
-from trainyard.training.run_folder import find_end_of_document
+from trainyard.layout.batches import BatchSchedule
+from trainyard.training.run_folder import RunFiles, find_end_of_document
 from trainyard.units import Length
 
 RUN, RESULT = "run.toml", "result.json"
@@ -87,7 +87,7 @@ def prepare_run(run: Run, steps: Steps, folder: Path) -> Run:
     """
     train = run.train.model_copy(update={"batch_ramp": None})
     if names_data(run):
-        run = find_end_of_document(run)
+        run = find_end_of_document(run, RunFiles(folder, run))
     # The step needs no tokenizer: it neither prints text nor counts its bytes.
     run = run.model_copy(update={"train": train, "tokenizer": TokenizerChoice()})
     if not names_data(run):

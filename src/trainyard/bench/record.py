@@ -26,9 +26,10 @@ import numpy as np
 
 from trainyard.architecture import matmuls
 from trainyard.bench.rounds import BenchRun, Rounds
+from trainyard.config.devices import find_device
 from trainyard.config.run import Run
 from trainyard.launch.environment import find_commit, hide_secrets, read_versions
-from trainyard.planning.flops import (
+from trainyard.layout.flops import (
     MODEL_FLOPS,
     figures_by_formula,
     matmul_flops,
@@ -36,8 +37,7 @@ from trainyard.planning.flops import (
     score_flops,
     tflops_per_second_per_gpu,
 )
-from trainyard.planning.hardware import find_device
-from trainyard.planning.resolve import Plan, resolve
+from trainyard.layout.resolve import Plan, resolve
 from trainyard.planning.traffic import busiest_rank
 from trainyard.units import format_bytes, format_figure, format_number
 

@@ -11,13 +11,14 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
+from trainyard.config.devices import TERA
 from trainyard.config.rules import takes_cudnn
 from trainyard.config.run import Run
 from trainyard.errors import ConfigError
+from trainyard.layout.flops import model_flops_per_token, model_flops_utilization
+from trainyard.layout.resolve import resolve
 from trainyard.planning.clusters import find_machine
-from trainyard.planning.flops import model_flops_per_token, model_flops_utilization
-from trainyard.planning.hardware import CUDNN_SPEED, FP8_SPEEDS, TERA, Machine
-from trainyard.planning.resolve import resolve
+from trainyard.planning.hardware import CUDNN_SPEED, FP8_SPEEDS, Machine
 from trainyard.simulate.kernels import COMPILED_FORWARD, Kernel, count_kernels
 
 N_SHOWN = 24

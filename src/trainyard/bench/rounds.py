@@ -15,7 +15,6 @@ from __future__ import annotations
 import json
 import logging
 import statistics
-import sys
 import tempfile
 import time
 from collections.abc import Sequence
@@ -36,13 +35,14 @@ from trainyard.bench.job import (
     prepare_run,
 )
 from trainyard.bench.worker import REFUSAL
+from trainyard.config.devices import find_device
 from trainyard.config.load import render_run
 from trainyard.config.run import Data, Run
 from trainyard.data.patterns import find_token_files
 from trainyard.errors import ConfigError, MachineError, UserError
 from trainyard.launch.environment import Process, read_process
-from trainyard.launch.local import run_one, run_ranks
-from trainyard.planning.hardware import Machine, find_device
+from trainyard.launch.local import run_one, run_ranks, watched_command
+from trainyard.planning.hardware import Machine
 
 LAYOUT_JOB = BenchJob(Steps(warm_up=2, timed=5), has_breakdown=False)
 START_JOB = BenchJob(Steps(warm_up=5, timed=10), has_breakdown=False, seconds=4.0)
@@ -65,7 +65,7 @@ class BenchRun:
 
     @property
     def step_seconds(self) -> list[float]:
-        """Of all rounds."""
+        """The seconds of each timed step, of all rounds."""
         return [seconds for result in self.results for seconds in result["step_seconds"]]
 
     def speed_over(self, other: BenchRun) -> list[float]:
@@ -107,8 +107,7 @@ def run_rounds(runs: Sequence[BenchRun], rounds: Rounds, process: Process, folde
             here = folder / f"{number}-{index}"
             here.mkdir()
             (here / RUN).write_text(render_run(timed.run), encoding="utf-8")
-            command = [sys.executable, "-P", "-m", "trainyard.launch.watched", *timed.worker]
-            command += [str(here), msgspec.json.encode(job).decode()]
+            command = watched_command(*timed.worker, str(here), msgspec.json.encode(job).decode())
             attempt = number * len(runs) + index
             command += ["--spawned-at", str(time.time()), "--attempt", str(attempt)]
             if process.n_ranks == 1 and rounds.n_ranks > 1:

@@ -73,7 +73,7 @@ class SaveTimes:
 
     step: int
     n_bytes: int
-    """Of the tensors of all ranks."""
+    """Size of the tensors of all ranks."""
     stall_seconds: float
     """How long training stalled, including the wait for the previous save."""
     seconds: float
@@ -119,7 +119,7 @@ class AsyncCheckpointer:
 
     @property
     def last(self) -> SaveTimes | None:
-        """Of the newest complete save."""
+        """Times of the newest complete save."""
         return self._last
 
     def reserve(self, n_bytes: int, device: torch.device) -> None:
@@ -227,6 +227,8 @@ def remove_old(folder: Path, keep: Retention) -> list[Path]:
     than the last of these, complete or not.
     """
     newest_first = list_checkpoints(folder)
+    if len(newest_first) <= keep.last:
+        return []
     losses: dict[Path, float] = {}  # of complete ones
     for path in newest_first:
         with suppress(CheckpointError, OSError):

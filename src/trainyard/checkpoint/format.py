@@ -107,7 +107,7 @@ class Chunk(_Part):
     shape: tuple[Count, ...]
     file: PlainName
     checksum: Checksum = Field(validation_alias=AliasChoices("checksum", "sha256"))
-    """Of the values, as stored in the file."""
+    """Checksum of the values, as stored in the file."""
 
 
 class StoredTensor(_Part):
@@ -136,9 +136,9 @@ class StoredTokenizer(_Part):
 
     n_bytes: Count
     sha256: Sha256
-    """Of the file."""
+    """Checksum of the file."""
     fingerprint: Sha256
-    """Of everything that affects ids: `Vocabulary.fingerprint`."""
+    """Checksum of everything that affects ids: `Vocabulary.fingerprint`."""
 
 
 class Facts(_Part):
@@ -153,7 +153,7 @@ class Facts(_Part):
     versions: dict[str, str] = {}
     """Versions of Python, torch and Trainyard; checksum and commit of the code."""
     data_fingerprint: str = ""
-    """Of the token files, independent of their paths; empty if none was read."""
+    """Checksum of the token files, independent of their paths; empty if none was read."""
     training: dict[str, JsonValue] = {}
     """State of the loop outside tensors: skipped steps, loss scale."""
 

@@ -25,7 +25,7 @@ from trainyard.checkpoint.format import (
 )
 from trainyard.config.run import Run
 from trainyard.errors import CheckpointError
-from trainyard.planning.resolve import learning_rate, resolve
+from trainyard.layout.resolve import learning_rate, resolve
 
 logger = logging.getLogger("trainyard")
 
@@ -93,7 +93,11 @@ def run_changes(saved: Run, wanted: Run) -> list[Change]:
 
 
 def check_resumable(
-    manifest: Manifest, wanted: Run, data_fingerprint: str, tokenizer_fingerprint: str
+    manifest: Manifest,
+    wanted: Run,
+    n_steps: int,
+    data_fingerprint: str,
+    tokenizer_fingerprint: str,
 ) -> list[Change]:
     """Checks that `wanted` can resume from the checkpoint; returns the free changes.
 
@@ -102,6 +106,7 @@ def check_resumable(
     Args:
         manifest: of the checkpoint.
         wanted: the run to resume.
+        n_steps: of `wanted`.
         data_fingerprint: of the token files of `wanted`; empty if not yet known.
         tokenizer_fingerprint: of its tokenizer; empty when it has none.
 
@@ -118,7 +123,6 @@ def check_resumable(
             data_fingerprint = ""
         elif manifest.data_fingerprint != data_fingerprint or "\ndata." in "\n".join(refused):
             hint = f"; data.from_step={manifest.step} changes the data from here on"
-        n_steps = resolve(wanted).n_steps
         if n_steps < manifest.step:
             refused.append(
                 f"train.length={str(wanted.train.length)!r} ends at step {n_steps}, before the "
@@ -236,17 +240,23 @@ def problem_of(path: Path) -> str:
     return ""
 
 
-def newest_checkpoint(folder: Path) -> Path | None:
-    """Finds the newest checkpoint in `folder` with correct manifest and file sizes.
+def newest_manifest(folder: Path) -> tuple[Path, Manifest] | None:
+    """Finds the newest checkpoint in `folder` with correct manifest and file sizes, and reads it.
 
     Logs a warning for each newer one that it skips.
     """
     for path in list_checkpoints(folder):
-        problem = problem_of(path)
-        if not problem:
-            return path
-        logger.warning("skipping %s: %s", path.name, problem)
+        try:
+            return path, read_manifest(path)
+        except CheckpointError as error:
+            logger.warning("skipping %s: %s", path.name, error.problem)
     return None
+
+
+def newest_checkpoint(folder: Path) -> Path | None:
+    """Finds the newest checkpoint in `folder`, as `newest_manifest` does."""
+    newest = newest_manifest(folder)
+    return newest[0] if newest else None
 
 
 def find_checkpoint(path: Path) -> Path:

@@ -60,7 +60,7 @@ class CheckpointReport:
     path: Path
     manifest: Manifest
     n_bytes: int
-    """Of all files, including the manifest."""
+    """Total size of all files, including the manifest."""
 
 
 def check_checkpoint(path: Path, progress: Progress | None = None) -> CheckpointReport:

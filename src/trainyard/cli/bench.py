@@ -11,8 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from trainyard.cli.flop_formula import FlopFormulaOption, with_formula
-from trainyard.cli.names import Overrides, Ranks, RunFile
+from trainyard.cli.names import FlopFormulaOption, Overrides, Ranks, RunFile, with_formula
 from trainyard.errors import ConfigError, explain_failure
 from trainyard.launch.environment import read_process
 
@@ -28,42 +27,16 @@ COMPARED_ROUNDS = 3
 def bench(
     run_file: RunFile,
     overrides: Overrides = None,
-    steps: Annotated[
-        str | None,
-        typer.Option(
-            help="Steps to time: a number, or a range such as 5-10 (inclusive). Default: 10."
-        ),
-    ] = None,
-    warm_up: Annotated[
-        int | None, typer.Option(min=0, help="Warm-up steps before those. Default: 3.")
-    ] = None,
+    steps: str | None = None,
+    warm_up: Annotated[int | None, typer.Option(min=0)] = None,
     ranks: Ranks = None,
-    compare: Annotated[
-        str | None,
-        typer.Option(help="Precisions to compare, comma-separated: bf16,fp8,fp8_lowbit."),
-    ] = None,
-    rounds: Annotated[
-        int | None,
-        typer.Option(min=1, help="Rounds per candidate. Default: 3 when comparing, else 1."),
-    ] = None,
-    roofline: Annotated[
-        str | None,
-        typer.Option(
-            help="Predict a step on this GPU, such as h200, kernel by kernel, instead of timing it "
-            "here. Needs no GPU."
-        ),
-    ] = None,
+    compare: str | None = None,
+    rounds: Annotated[int | None, typer.Option(min=1)] = None,
+    roofline: str | None = None,
     flop_formula: FlopFormulaOption = None,
-    profile: Annotated[
-        bool, typer.Option("--profile", help="Also write a trace and its top operators.")
-    ] = False,
-    as_json: Annotated[
-        bool, typer.Option("--json", help="Print the record instead of a table.")
-    ] = False,
-    output: Annotated[
-        Path | None,
-        typer.Option(help="File to write the record to. Default: a new one in runs/bench."),
-    ] = None,
+    profile: Annotated[bool, typer.Option("--profile")] = False,
+    as_json: Annotated[bool, typer.Option("--json")] = False,
+    output: Path | None = None,
 ) -> None:
     """Time the training step: throughput, MFU, memory, its parts.
 
@@ -71,13 +44,24 @@ def bench(
 
     Weights are discarded. A run without data reads random tokens. Under torchrun, srun or mpiexec
     this command is one rank: start it once per rank.
+
+    Options:
+        steps: Steps to time: a number, or a range such as 5-10 (inclusive). Default: 10.
+        warm_up: Warm-up steps before those. Default: 3.
+        compare: Precisions to compare, comma-separated: bf16,fp8,fp8_lowbit.
+        rounds: Rounds per candidate. Default: 3 when comparing, else 1.
+        roofline: Predict a step on this GPU, such as h200, kernel by kernel, instead of timing it
+            here. Needs no GPU.
+        profile: Also write a trace and its top operators.
+        as_json: Print the record instead of a table.
+        output: File to write the record to. Default: a new one in runs/bench.
     """
     from trainyard.bench.job import TIMED_STEPS, BenchJob, describe_data, parse_steps, prepare_run
     from trainyard.bench.record import build_record, render_table
     from trainyard.bench.rounds import Rounds, run_rounds
     from trainyard.config.load import load_run
     from trainyard.data.patterns import find_token_files
-    from trainyard.planning.resolve import resolve
+    from trainyard.layout.resolve import resolve
 
     overrides = with_formula(overrides, flop_formula)
     if roofline is not None:
@@ -121,7 +105,7 @@ def _predict(run: Run, gpu: str, *, as_json: bool) -> None:
 def _list_runs(run: Run, compare: str | None) -> list[BenchRun]:
     """Lists the run in each precision; rejects those that cannot run."""
     from trainyard.bench.rounds import BenchRun
-    from trainyard.config.load import build_run
+    from trainyard.config.load import override_run
     from trainyard.config.precisions import FORMATS
     from trainyard.training.run_folder import refuse_what_is_not_built
 
@@ -134,10 +118,7 @@ def _list_runs(run: Run, compare: str | None) -> list[BenchRun]:
                 f"--compare {compare}: {kind!r} {problem}",
                 f"each at most once: {', '.join(FORMATS)}",
             )
-        precision = run.precision.model_copy(update={"kind": kind})
-        runs.append(
-            BenchRun(kind, build_run(run.model_copy(update={"precision": precision}).model_dump()))
-        )
+        runs.append(BenchRun(kind, override_run(run, [f"precision.kind={kind}"])))
         refuse_what_is_not_built(runs[-1].run)
     return runs
 

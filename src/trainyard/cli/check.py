@@ -20,8 +20,8 @@ if TYPE_CHECKING:
     from trainyard.checkpoint.format import Manifest
     from trainyard.config.run import Run
     from trainyard.corpus.verify import DataReport
-    from trainyard.planning.layout_check import LayoutCheck
-    from trainyard.training.layout_check import Result
+    from trainyard.simulate.layout_check import Result
+    from trainyard.simulate.shrink import LayoutCheck
 
 Place = TypeVar("Place", str, Path)
 Progress = Callable[[int, int], None]
@@ -39,14 +39,7 @@ check = typer.Typer(
 def layout(
     run_file: RunFile,
     overrides: Overrides = None,
-    ranks: Annotated[
-        int | None,
-        typer.Option(
-            min=1,
-            help="Number of ranks whose layout to check. Default: the fewest the run's layout "
-            "needs, with data parallel ranks if it uses ZeRO.",
-        ),
-    ] = None,
+    ranks: Annotated[int | None, typer.Option(min=1)] = None,
 ) -> None:
     """Verify that a layout computes what a single device computes.
 
@@ -57,14 +50,18 @@ def layout(
     Exit code 2 if they differ.
 
     Example: trainyard check layout recipes/azure/175b.toml --ranks 1024
+
+    Options:
+        ranks: Number of ranks whose layout to check. Default: the fewest the run's layout needs,
+            with data parallel ranks if it uses ZeRO.
     """
     from trainyard.config.load import load_run
-    from trainyard.planning.layout_check import plan_layout_check
+    from trainyard.simulate.shrink import plan_layout_check
 
     run = load_run(run_file, overrides).run
     check = plan_layout_check(run, ranks)  # rejects impossible layouts before torch is imported
     typer.echo(describe_layout_check(run, check))
-    from trainyard.training.layout_check import check_layouts, precisions_of
+    from trainyard.simulate.layout_check import check_layouts, precisions_of
 
     precisions = precisions_of(run)
     start = time.monotonic()
@@ -75,7 +72,7 @@ def layout(
 
 def describe_layout_check(run: Run, check: LayoutCheck) -> str:
     """Describes the layouts under test, and what was reduced for the test."""
-    from trainyard.planning.layout_check import describe_layout
+    from trainyard.layout.ranks import describe_layout
 
     whole = f"{run.name} on {format_number(check.topology.n_ranks, 'rank')}: "
     facts = [("run", whole + describe_layout(run, check.topology))]
@@ -155,12 +152,8 @@ def refuse_differences(run: Run, results: list[Result]) -> None:
 
 @check.command(cls=Verb)
 def data(
-    prefixes: Annotated[
-        list[str], typer.Argument(metavar="PREFIX", help="Token files, with or without extension.")
-    ],
-    tokenizer: Annotated[
-        str, typer.Option(help="Expected tokenizer: gpt2 or a folder; also checks token ids.")
-    ] = "",
+    prefixes: Annotated[list[str], typer.Argument(metavar="PREFIX")],
+    tokenizer: str = "",
 ) -> None:
     """Verify every byte of token files.
 
@@ -169,6 +162,10 @@ def data(
     code 2 if any prefix has one.
 
     Example: trainyard check data data/web_text_document --tokenizer gpt2
+
+    Options:
+        prefixes: Token files, with or without extension.
+        tokenizer: Expected tokenizer: gpt2 or a folder; also checks token ids.
     """
     from trainyard.corpus.verify import check_data
     from trainyard.data.tokenizer import load_tokenizer
@@ -207,13 +204,8 @@ def _describe_data(report: DataReport, tokenizer: str) -> dict[str, str]:
 
 @check.command(cls=Verb)
 def checkpoint(
-    paths: Annotated[
-        list[Path], typer.Argument(metavar="PATH", help="Run folders, or step-... folders.")
-    ],
-    all_of_them: Annotated[
-        bool,
-        typer.Option("--all", help="Check every checkpoint of a run folder, not only the newest."),
-    ] = False,
+    paths: Annotated[list[Path], typer.Argument(metavar="PATH")],
+    all_of_them: Annotated[bool, typer.Option("--all")] = False,
 ) -> None:
     """Verify every byte of checkpoints.
 
@@ -223,6 +215,10 @@ def checkpoint(
     problem.
 
     Example: trainyard check checkpoint runs/demo --all
+
+    Options:
+        paths: Run folders, or step-... folders.
+        all_of_them: Check every checkpoint of a run folder, not only the newest.
     """
     places = [find_run(path) for path in paths]
     from trainyard.checkpoint.verify import check_checkpoint

@@ -11,7 +11,7 @@ from trainyard.cli.help import PROGRAM
 
 
 def completion(
-    shell: Annotated[Literal["bash", "zsh", "fish"], typer.Argument(help="The shell.")],
+    shell: Annotated[Literal["bash", "zsh", "fish"], typer.Argument()],
 ) -> None:
     """Print the script for completion in a shell.
 
@@ -21,6 +21,9 @@ def completion(
     source <(trainyard completion bash)
     trainyard completion zsh > ~/.zfunc/_trainyard
     trainyard completion fish > ~/.config/fish/completions/trainyard.fish
+
+    Options:
+        shell: The shell.
     """
     variable = f"_{PROGRAM.upper()}_COMPLETE"
     typer.echo(get_completion_script(prog_name=PROGRAM, complete_var=variable, shell=shell))

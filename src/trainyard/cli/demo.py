@@ -90,7 +90,7 @@ def _begin() -> None:
 
 
 def _render_run_file() -> str:
-    from trainyard.planning.hardware import cpu_multiplies_bf16_natively
+    from trainyard.config.devices import cpu_multiplies_bf16_natively
 
     preset = (resources.files("trainyard.config") / "presets" / "demo.toml").read_bytes()
     return f"""\

@@ -14,35 +14,21 @@ from trainyard.extras import install_command
 from trainyard.launch.environment import Process, read_process
 
 if TYPE_CHECKING:
-    from trainyard.doctor.diagnosis import Diagnosis
-    from trainyard.doctor.examine import Examination, Settings
+    from trainyard.doctor.diagnosis import Diagnosis, Examination
+    from trainyard.doctor.examine import Settings
 
 GIGA = 10**9
 
 
 def doctor(
-    cluster: Annotated[
-        str | None,
-        typer.Option(
-            help="Expected cluster: a name or a file. Default: compare with figures of the GPU."
-        ),
-    ] = None,
-    nodes: Annotated[int | None, typer.Option(min=1, help="Expected number of machines.")] = None,
-    ranks: Annotated[
-        int | None, typer.Option(min=1, help="Processes on this machine. Default: one per GPU.")
-    ] = None,
-    calibrate: Annotated[
-        Path | None,
-        typer.Option(metavar="FILE", help="Write a cluster file with the measured figures."),
-    ] = None,
-    folder: Annotated[Path, typer.Option(help="Folder of runs; its file system is tested.")] = Path(
-        "runs"
-    ),
-    seconds: Annotated[float, typer.Option(min=0.001, max=60, help="Per measurement.")] = 0.5,
-    gigabytes: Annotated[
-        float, typer.Option(min=0.01, max=1000, help="Size of the file each rank writes and reads.")
-    ] = 1.0,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")] = False,
+    cluster: str | None = None,
+    nodes: Annotated[int | None, typer.Option(min=1)] = None,
+    ranks: Annotated[int | None, typer.Option(min=1)] = None,
+    calibrate: Annotated[Path | None, typer.Option(metavar="FILE")] = None,
+    folder: Path = Path("runs"),
+    seconds: Annotated[float, typer.Option(min=0.001, max=60)] = 0.5,
+    gigabytes: Annotated[float, typer.Option(min=0.01, max=1000)] = 1.0,
+    as_json: Annotated[bool, typer.Option("--json")] = False,
 ) -> None:
     """Describe and measure this machine, and report what is wrong.
 
@@ -53,10 +39,19 @@ def doctor(
     replace.
 
     Example: srun trainyard doctor --cluster lumi --nodes 2
+
+    Options:
+        cluster: Expected cluster: a name or a file. Default: compare with figures of the GPU.
+        nodes: Expected number of machines.
+        ranks: Processes on this machine. Default: one per GPU.
+        calibrate: Write a cluster file with the measured figures.
+        folder: Folder of runs; its file system is tested.
+        seconds: Per measurement.
+        gigabytes: Size of the file each rank writes and reads.
+        as_json: Print JSON instead of a table.
     """
     from trainyard.config.cluster import read_cluster
-    from trainyard.doctor.calibrate import refuse_file
-    from trainyard.doctor.diagnosis import diagnose, render
+    from trainyard.doctor.diagnosis import diagnose, refuse_file, render
     from trainyard.doctor.environment import has_torch
     from trainyard.doctor.examine import Settings
     from trainyard.planning.clusters import find_machine
@@ -130,8 +125,7 @@ def _examine(process: Process, settings: Settings, ranks: int | None) -> list[Ex
 
 
 def _calibrate(diagnosis: Diagnosis, base: str | None, path: Path) -> None:
-    from trainyard.doctor.calibrate import calibrate, write_cluster
-    from trainyard.doctor.diagnosis import find_usual_machine
+    from trainyard.doctor.diagnosis import calibrate, find_usual_machine, write_cluster
     from trainyard.planning.clusters import find_machine
 
     gpu, machine = "", diagnosis.machine or find_machine("local")

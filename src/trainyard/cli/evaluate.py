@@ -27,36 +27,14 @@ logger = logging.getLogger("trainyard")
 
 def evaluate(
     source: Trained,
-    overrides: Annotated[
-        list[str] | None,
-        typer.Argument(
-            help="With ranks: another layout than in training, parallel.field=value ..."
-        ),
-    ] = None,
-    tasks: Annotated[
-        list[str] | None,
-        typer.Option(
-            metavar="FILE...",
-            help="Instead of held-out text: LAMBADA, HellaSwag, PIQA, ARC, WinoGrande or BLiMP, as "
-            "published; KIND=FILE where the fields of its lines do not tell.",
-        ),
-    ] = None,
-    items: Annotated[
-        Path | None, typer.Option(help="With --tasks: write one JSON object per question.")
-    ] = None,
-    data: Annotated[
-        str, typer.Option(help="A text file or a token file prefix; default: the test split.")
-    ] = "",
-    batches: Annotated[
-        int, typer.Option(min=0, help="Global batches of the test split; 0: the run's setting.")
-    ] = 0,
-    stride: Annotated[
-        int, typer.Option(min=0, help="With --data: tokens between windows; 0: no overlap.")
-    ] = 0,
-    ranks: Annotated[
-        int, typer.Option(min=1, help="Processes on this machine, in the run's layout.")
-    ] = 1,
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+    overrides: Annotated[list[str] | None, typer.Argument()] = None,
+    tasks: Annotated[list[str] | None, typer.Option(metavar="FILE...")] = None,
+    items: Path | None = None,
+    data: str = "",
+    batches: Annotated[int, typer.Option(min=0)] = 0,
+    stride: Annotated[int, typer.Option(min=0)] = 0,
+    ranks: Annotated[int, typer.Option(min=1)] = 1,
+    as_json: Annotated[bool, typer.Option("--json")] = False,
 ) -> None:
     """Measure loss and bits per byte on held-out text, or scores on tasks.
 
@@ -71,6 +49,17 @@ def evaluate(
     On one device the whole model must fit there. With --ranks, or under torchrun, srun or mpiexec,
     each rank loads its part of it, from a checkpoint of any layout. For a run folder, writes the
     result to its evaluation.json, for the report. The scores of tasks are those of lm-eval.
+
+    Options:
+        overrides: With ranks: another layout than in training, parallel.field=value ...
+        tasks: Instead of held-out text: LAMBADA, HellaSwag, PIQA, ARC, WinoGrande or BLiMP, as
+            published; KIND=FILE where the fields of its lines do not tell.
+        items: With --tasks: write one JSON object per question.
+        data: A text file or a token file prefix; default: the test split.
+        batches: Global batches of the test split; 0: the run's setting.
+        stride: With --data: tokens between windows; 0: no overlap.
+        ranks: Processes on this machine, in the run's layout.
+        as_json: Print one JSON object.
     """
     from trainyard.evaluation.tasks import read_tasks
 

@@ -18,31 +18,13 @@ _VERIFIED_BYTES = 4 * 2**30
 
 def export(
     source: Trained,
-    output: Annotated[Path, typer.Option(help="The folder to create.")],
-    to: Annotated[Literal["huggingface"], typer.Option(help="Target format.")] = "huggingface",
-    dtype: Annotated[
-        Literal["float32", "bfloat16", "float16"], typer.Option(help="Data type of the weights.")
-    ] = "float32",
-    verify: Annotated[
-        bool | None,
-        typer.Option(
-            help="Load the folder back and compare logits, with both models in memory; default: "
-            "if transformers is installed and the weights are below 4 GiB."
-        ),
-    ] = None,
-    upload: Annotated[
-        str,
-        typer.Option(
-            metavar="hf:OWNER/NAME", help="Upload the folder to this repository, in one commit."
-        ),
-    ] = "",
-    public: Annotated[
-        bool, typer.Option("--public", help="Anyone may read the upload; default: private.")
-    ] = False,
-    licence: Annotated[
-        str,
-        typer.Option("--license", help="Licence of the weights, for the model card: apache-2.0."),
-    ] = "",
+    output: Annotated[Path, typer.Option()],
+    to: Literal["huggingface"] = "huggingface",
+    dtype: Literal["float32", "bfloat16", "float16"] = "float32",
+    verify: bool | None = None,
+    upload: Annotated[str, typer.Option(metavar="hf:OWNER/NAME")] = "",
+    public: Annotated[bool, typer.Option("--public")] = False,
+    licence: Annotated[str, typer.Option("--license")] = "",
 ) -> None:
     """Write a checkpoint as a Hugging Face folder.
 
@@ -56,6 +38,16 @@ def export(
     Example: trainyard export runs/demo --output demo-hf --upload hf:OWNER/demo
 
     If the upload fails, run the same command again: it uploads the existing folder.
+
+    Options:
+        output: The folder to create.
+        to: Target format.
+        dtype: Data type of the weights.
+        verify: Load the folder back and compare logits, with both models in memory; default: if
+            transformers is installed and the weights are below 4 GiB.
+        upload: Upload the folder to this repository, in one commit.
+        public: Anyone may read the upload; default: private.
+        licence: Licence of the weights, for the model card: apache-2.0.
     """
     place = _check_options(upload, licence, public=public)
     source = find_trained(source)

@@ -17,19 +17,13 @@ from trainyard.errors import UserError
 
 def generate(
     source: Trained,
-    prompt: Annotated[
-        list[str] | None,
-        typer.Option(
-            help="Text to continue; repeated: all in one batch; empty: a new document; absent: a "
-            "terminal asks for one after another."
-        ),
-    ] = None,
-    tokens: Annotated[int, typer.Option(min=1, help="Maximum new tokens of each text.")] = 100,
-    temperature: Annotated[float, typer.Option(help="0: greedy decoding.")] = 0.8,
-    top_k: Annotated[int, typer.Option(help="Sample from the top k tokens; 0: all.")] = 50,
-    top_p: Annotated[float, typer.Option(help="Nucleus sampling: total probability.")] = 0.95,
-    samples: Annotated[int, typer.Option(min=1, help="Number of samples of each prompt.")] = 1,
-    seed: Annotated[int, typer.Option(help="Random seed; the same seed repeats the text.")] = 0,
+    prompt: list[str] | None = None,
+    tokens: Annotated[int, typer.Option(min=1)] = 100,
+    temperature: float = 0.8,
+    top_k: int = 50,
+    top_p: float = 0.95,
+    samples: Annotated[int, typer.Option(min=1)] = 1,
+    seed: int = 0,
 ) -> None:
     """Generate text from prompts.
 
@@ -38,6 +32,18 @@ def generate(
     Example: trainyard generate runs/tiny --temperature 0
 
     Example: trainyard generate runs/tiny --prompt "It was" --prompt "The king" --samples 3
+
+    Sampling:
+        temperature: 0: greedy decoding.
+        top_k: Sample from the top k tokens; 0: all.
+        top_p: Nucleus sampling: total probability.
+        samples: Number of samples of each prompt.
+        seed: Random seed; the same seed repeats the text.
+
+    Options:
+        prompt: Text to continue; repeated: all in one batch; empty: a new document; absent: a
+            terminal asks for one after another.
+        tokens: Maximum new tokens of each text.
     """
     source = find_trained(source)
     from trainyard.evaluation.generate import Sampling, generate_steps

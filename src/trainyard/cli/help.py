@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
 from functools import cache
 from importlib import import_module
 from typing import Any
@@ -19,30 +18,8 @@ VERBS = (
 )
 """In the order of the work; each is a function or a `Typer`, in a module here of its name."""
 
-GROUPS: Mapping[str, Mapping[str, str]] = {
-    "prepare": {
-        "Tokens": "tokenizer train_tokenizer json_key append_eod special_tokens split_on",
-        "Downloading": "fetch only mirror contact",
-    },
-    "new": {"Devices": "cluster nodes gpu gpus"},
-    "plan": {
-        "Devices": "cluster nodes gpu gpus price storage",
-        "Searching": "search measure deadline",
-        "Simulating": "simulate rank all_stages",
-        "Output": "flop_formula picture as_json",
-    },
-    "launch": {
-        "Nodes": "cluster nodes ranks_per_node hosts here",
-        "Job": "account partition time image stages contact",
-    },
-    "show": {
-        "Fields": "fields all_fields schema",
-        "Token files and order": "tokenizer dropped split start count output",
-    },
-    "generate": {"Sampling": "temperature top_k top_p samples seed"},
-}
-"""Verb to groups of its options, in order; other options come under Options."""
 _EXAMPLE = re.compile(r"^Examples?:\s*")
+_OPTION = re.compile(r"^ {4}(\w+):", re.MULTILINE)
 
 
 class Verbs(TyperGroup):
@@ -71,7 +48,33 @@ def _import(name: str) -> Any:
 
 
 class Verb(TyperCommand):
-    """A verb whose help has groups of options, and examples as typed."""
+    """A verb whose help has groups of options, and examples as typed.
+
+    The docstring of its function ends in the groups, with the help of each option that is not
+    shared by verbs:
+
+        Devices:
+            gpu:
+            gpus: Number of devices. Default: 1.
+
+        Options:
+            overwrite: Start over.
+    """
+
+    def __init__(self, name: str | None, *, help: str | None, **settings: Any) -> None:
+        parameters = {one.name: one for one in settings["params"]}
+        self._groups: dict[str, str] = {}
+        paragraphs = []
+        for paragraph in (help or "").split("\n\n"):
+            group, _, entries = paragraph.partition(":\n")
+            if not entries.startswith("    "):
+                paragraphs.append(paragraph)
+                continue
+            words = _OPTION.split(entries)
+            for option, text in zip(words[1::2], words[2::2], strict=True):
+                self._groups[option] = group
+                parameters[option].help = " ".join(text.split()) or parameters[option].help
+        super().__init__(name, help="\n\n".join(paragraphs), **settings)
 
     def format_help_text(self, ctx: Any, formatter: Any) -> None:
         """Writes the description without its examples."""
@@ -94,14 +97,13 @@ class Verb(TyperCommand):
             with formatter.section("Examples"):
                 for line in examples:  # never wrapped: they are there to be copied
                     formatter.write(f"{'':{formatter.current_indent}}{line}\n")
-        groups = GROUPS.get(self.name or "", {})
-        group_of = {name: group for group, names in groups.items() for name in names.split()}
-        rows: dict[str, list[tuple[str, str]]] = {"Arguments": [], **{name: [] for name in groups}}
+        groups = ("Arguments", *dict.fromkeys(self._groups.values()))
+        rows: dict[str, list[tuple[str, str]]] = {group: [] for group in groups}
         for parameter in self.get_params(ctx):
             record = parameter.get_help_record(ctx)
             if record is not None:
                 is_argument = parameter.param_type_name == "argument"
-                group = group_of.get(parameter.name or "", "Options")
+                group = self._groups.get(parameter.name or "", "Options")
                 row = (re.sub(r" (<list\[(str|Path)\]>|<str>)$", "", record[0]), record[1])
                 rows.setdefault("Arguments" if is_argument else group, []).append(row)
         for title, records in rows.items():

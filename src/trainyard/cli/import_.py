@@ -14,33 +14,13 @@ from trainyard.files import publish_text
 
 
 def import_(
-    folder: Annotated[
-        str,
-        typer.Argument(
-            help="A Hugging Face folder, a Megatron checkpoint folder, or the command line or "
-            "script of a Megatron training."
-        ),
-    ],
-    output: Annotated[
-        Path | None,
-        typer.Option(
-            help="The run folder to create; with megatron-args: the run file (default: stdout)."
-        ),
-    ] = None,
+    folder: Annotated[str, typer.Argument()],
+    output: Path | None = None,
     source: Annotated[
-        Literal["huggingface", "megatron", "megatron-args"] | None,
-        typer.Option("--from", help="Source format; default: recognized."),
+        Literal["huggingface", "megatron", "megatron-args"] | None, typer.Option("--from")
     ] = None,
-    tokenizer: Annotated[
-        str,
-        typer.Option(
-            help="The model's tokenizer: gpt2 or a folder; default: the one in FOLDER, if readable."
-        ),
-    ] = "",
-    settings: Annotated[
-        list[str] | None,
-        typer.Option("--set", help="With megatron-args: a variable of the script, NAME=value."),
-    ] = None,
+    tokenizer: str = "",
+    settings: Annotated[list[str] | None, typer.Option("--set")] = None,
 ) -> None:
     """Create a run from a model or flags of other tools.
 
@@ -55,6 +35,14 @@ def import_(
 
     Fill in data and schedule in its run.toml; trainyard train then continues from the weights.
     Optimizer state is not imported: moments start from zero.
+
+    Options:
+        folder: A Hugging Face folder, a Megatron checkpoint folder, or the command line or script
+            of a Megatron training.
+        output: The run folder to create; with megatron-args: the run file (default: stdout).
+        source: Source format; default: recognized.
+        tokenizer: The model's tokenizer: gpt2 or a folder; default: the one in FOLDER, if readable.
+        settings: With megatron-args: a variable of the script, NAME=value.
     """
     if output and output.exists():
         raise ConfigError(f"{output} already exists", "name another --output, or remove it")

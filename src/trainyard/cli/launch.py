@@ -3,50 +3,29 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
 from trainyard.cli.names import CLUSTER, Overrides, RunFile
-from trainyard.errors import MachineError
-
-if TYPE_CHECKING:
-    from trainyard.config.run import Run
 
 
 def launch(
     run_file: RunFile,
     overrides: Overrides = None,
     cluster: Annotated[str, CLUSTER] = "local",
-    nodes: Annotated[
-        int | None, typer.Option(min=1, help="Number of nodes. Default: 1; with --here all.")
-    ] = None,
-    ranks_per_node: Annotated[
-        int | None, typer.Option(min=1, help="Ranks per node. Default: one per device.")
-    ] = None,
-    account: Annotated[str, typer.Option(help="Account to charge.")] = "",
-    partition: Annotated[str, typer.Option(help="Slurm partition or PBS queue.")] = "",
-    time: Annotated[str, typer.Option(help="Time limit of a job, such as 12:00:00.")] = "",
-    image: Annotated[str, typer.Option(help="Container image: a file or a name.")] = "",
-    hosts: Annotated[
-        str, typer.Option(help="Hosts, without a scheduler: n1,n2,n3. Extra hosts are spares.")
-    ] = "",
-    stages: Annotated[
-        str, typer.Option(help="train, all, or a comma-separated list: download,prepare,train.")
-    ] = "train",
-    contact: Annotated[
-        str, typer.Option(help="Your e-mail address or web page, for the servers of a download.")
-    ] = "",
-    force: Annotated[
-        bool, typer.Option("--force", help="Launch even if `trainyard plan` rejects the run.")
-    ] = False,
-    here: Annotated[
-        bool,
-        typer.Option("--here", help="Run now on the nodes of this allocation (salloc, qsub -I)."),
-    ] = False,
-    dry_run: Annotated[
-        bool, typer.Option("--dry-run", help="Print the script; do not write or submit it.")
-    ] = False,
+    nodes: Annotated[int | None, typer.Option(min=1)] = None,
+    ranks_per_node: Annotated[int | None, typer.Option(min=1)] = None,
+    account: str = "",
+    partition: str = "",
+    time: str = "",
+    image: str = "",
+    hosts: str = "",
+    stages: str = "train",
+    contact: str = "",
+    force: Annotated[bool, typer.Option("--force")] = False,
+    here: Annotated[bool, typer.Option("--here")] = False,
+    dry_run: Annotated[bool, typer.Option("--dry-run")] = False,
 ) -> None:
     """Write a run's job script and submit it to the scheduler.
 
@@ -59,8 +38,27 @@ def launch(
     trainyard launch recipes/azure/175b.toml --cluster azure-ndv5 --nodes 128 --stages all
     trainyard launch run.toml --cluster ssh --nodes 2 --hosts n1,n2
     trainyard launch run.toml --cluster polaris --here
+
+    Nodes:
+        cluster:
+        nodes: Number of nodes. Default: 1; with --here all.
+        ranks_per_node: Ranks per node. Default: one per device.
+        hosts: Hosts, without a scheduler: n1,n2,n3. Extra hosts are spares.
+        here: Run now on the nodes of this allocation (salloc, qsub -I).
+
+    Job:
+        account: Account to charge.
+        partition: Slurm partition or PBS queue.
+        time: Time limit of a job, such as 12:00:00.
+        image: Container image: a file or a name.
+        stages: train, all, or a comma-separated list: download,prepare,train.
+        contact: Your e-mail address or web page, for the servers of a download.
+
+    Options:
+        force: Launch even if `trainyard plan` rejects the run.
+        dry_run: Print the script; do not write or submit it.
     """
-    from trainyard.api.launching import Request, plan_jobs, start_jobs
+    from trainyard.api.launching import Request, plan_jobs, refuse_unfit, start_jobs
     from trainyard.jobs.script import render
 
     given = {
@@ -85,23 +83,3 @@ def launch(
         typer.echo("\n".join(map(render, jobs.values())), nl=False)
     elif text := start_jobs(request, run, jobs):
         typer.echo(text)
-
-
-def refuse_unfit(run: Run, cluster: str, n_ranks: int) -> None:
-    """Rejects what `trainyard plan` rejects: too little memory, or an unsupported precision.
-
-    Raises:
-        MachineError: the plan's message.
-    """
-    from trainyard.api.planning import build_report
-    from trainyard.cli.plan import refuse
-    from trainyard.planning.clusters import find_machine
-    from trainyard.planning.search import is_gpu
-
-    machine = find_machine(cluster)
-    if not is_gpu(machine):
-        return
-    try:
-        refuse(build_report(run, machine, n_ranks))
-    except MachineError as error:
-        raise MachineError(error.problem, f"{error.hint}; to launch anyway: --force") from None

@@ -71,6 +71,11 @@ def find_trained(name: str | Path) -> Path:
     return folder
 
 
+def with_formula(overrides: list[str] | None, name: str | None) -> list[str]:
+    """Returns the overrides, with `log.flop_formula` if it was asked for."""
+    return [*(overrides or ()), *([] if name is None else [f"log.flop_formula={name}"])]
+
+
 def complete_run(incomplete: str) -> list[str]:
     """Completes a run: its name, or the path of a folder."""
     return _starting(incomplete, run_names()) + _paths(incomplete, "")
@@ -165,4 +170,12 @@ Ranks = Annotated[
 ]
 Trained = Annotated[
     Path, typer.Argument(help="A run, its folder or a checkpoint.", autocompletion=complete_run)
+]
+FlopFormulaOption = Annotated[
+    str | None,
+    typer.Option(
+        help="Show TFLOP/s by this formula too, with its share of the peak: megatron_deepspeed "
+        "(what MS-AMP, LUMI and the 64-GPU benchmark print), megatron (ALCF's [LM]), "
+        "deepspeed_2024 (ALCF's [DS]). MFU is always by megatron_causal."
+    ),
 ]

@@ -20,24 +20,14 @@ WIDTH = 98
 
 
 def new(
-    prefixes: Annotated[
-        list[str],
-        typer.Argument(help="Token files, by prefix or pattern, as in data.blend.prefixes."),
-    ],
-    output: Annotated[Path, typer.Option("--output", "-o", help="The run file to create.")],
-    time: Annotated[
-        str, typer.Option(help='How long it may train, such as "2 hours" or "1 week".')
-    ] = "10 minutes",
-    tokenizer: Annotated[
-        str,
-        typer.Option(
-            help="gpt2 or a tokenizer folder. Default: the one beside the token files, if any."
-        ),
-    ] = "",
+    prefixes: Annotated[list[str], typer.Argument()],
+    output: Annotated[Path, typer.Option("--output", "-o")],
+    time: str = "10 minutes",
+    tokenizer: str = "",
     cluster: Annotated[str | None, CLUSTER] = None,
-    nodes: Annotated[int | None, typer.Option(min=1, help="With --cluster: its nodes.")] = None,
+    nodes: Annotated[int | None, typer.Option(min=1)] = None,
     gpu: Gpu = None,
-    gpus: Annotated[int | None, typer.Option(min=1, help="Number of devices. Default: 1.")] = None,
+    gpus: Annotated[int | None, typer.Option(min=1)] = None,
 ) -> None:
     """Write a commented run file for data, machine and time.
 
@@ -47,11 +37,24 @@ def new(
     Examples:
     trainyard new web_text_document -o web.toml --time "2 hours"
     trainyard new "data/*_text_document" -o big.toml --gpu h100 --gpus 64 --time "1 week"
+
+    Devices:
+        cluster:
+        nodes: With --cluster: its nodes.
+        gpu:
+        gpus: Number of devices. Default: 1.
+
+    Options:
+        prefixes: Token files, by prefix or pattern, as in data.blend.prefixes.
+        output: The run file to create.
+        time: How long it may train, such as "2 hours" or "1 week".
+        tokenizer: gpt2 or a tokenizer folder. Default: the one beside the token files, if any.
     """
     from trainyard.api.planning import find_asked_machine
+    from trainyard.config.devices import GIGA
     from trainyard.files import publish_text
-    from trainyard.planning.deadline import Trainer
-    from trainyard.planning.hardware import GIGA, find_local_machine
+    from trainyard.planning.hardware import find_local_machine
+    from trainyard.planning.ladder import Estimator
     from trainyard.planning.new_run import choose_local_run, choose_run
     from trainyard.units import format_figure, format_number, format_seconds
 
@@ -66,8 +69,8 @@ def new(
         where = local.name
     else:
         n_devices = gpus or (nodes or 0) * machine.devices_per_node or 1
-        trainer = Trainer.at_its_slowest(machine, (GIGA,))
-        chosen = choose_run(n_tokens, vocabulary_size, trainer, n_devices, seconds)
+        estimator = Estimator.at_its_slowest(machine, (GIGA,))
+        chosen = choose_run(n_tokens, vocabulary_size, estimator, n_devices, seconds)
         where = f"{format_number(n_devices, 'device')} ({machine.device.name})"
         options = {"--cluster": cluster, "--nodes": nodes, "--gpu": gpu, "--gpus": gpus}
         words = "".join(f" {name} {value}" for name, value in options.items() if value)
@@ -142,8 +145,8 @@ def _find_data(prefixes: list[str], tokenizer: str) -> tuple[int, int, str]:
 
 def _render(head: str, name: str, chosen: NewRun, data: dict[str, Any]) -> str:
     """Renders sections and fields, each below the first sentence of its documentation."""
-    from trainyard.cli.show_run import as_toml
     from trainyard.config.schema import field_manuals
+    from trainyard.config.section import as_toml
     from trainyard.planning.shorten import WRITTEN
 
     manuals = field_manuals() | {"train.batch_ramp": "No ramp, unlike the preset"}

@@ -8,9 +8,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from trainyard.cli.flop_formula import FlopFormulaOption, with_formula
-from trainyard.cli.names import CLUSTER, Gpu, Overrides, RunFile
-from trainyard.errors import ConfigError, MachineError
+from trainyard.cli.names import CLUSTER, FlopFormulaOption, Gpu, Overrides, RunFile, with_formula
+from trainyard.errors import ConfigError
 
 if TYPE_CHECKING:
     from trainyard.api.plan_table import Report
@@ -22,49 +21,20 @@ def plan(
     run_file: RunFile,
     overrides: Overrides = None,
     cluster: Annotated[str | None, CLUSTER] = None,
-    nodes: Annotated[int | None, typer.Option(min=1, help="Number of nodes.")] = None,
+    nodes: Annotated[int | None, typer.Option(min=1)] = None,
     gpu: Gpu = None,
-    gpus: Annotated[
-        int | None,
-        typer.Option(min=1, help="Number of devices. Default: the fewest the layout needs."),
-    ] = None,
-    search: Annotated[
-        bool, typer.Option("--search", help="Find the ten fastest layouts that fit.")
-    ] = False,
-    measure: Annotated[
-        int | None,
-        typer.Option(
-            min=1,
-            help="With --search: benchmark the top N on this machine, and write the fastest to the "
-            "run file.",
-        ),
-    ] = None,
-    simulate: Annotated[
-        bool, typer.Option("--simulate", help="Run the real step of a rank on fake tensors.")
-    ] = False,
-    rank: Annotated[int, typer.Option(min=0, help="With --simulate: which rank.")] = 0,
-    all_stages: Annotated[
-        bool, typer.Option("--all-stages", help="With --simulate: a rank of each pipeline stage.")
-    ] = False,
-    deadline: Annotated[
-        str | None,
-        typer.Option(
-            help='Such as "1 week": find the largest model that trains in time on the devices, on '
-            "20 tokens per parameter unless a run file or an override sets train.length; without "
-            "--nodes and --gpus, find the fewest devices for the run."
-        ),
-    ] = None,
-    price: Annotated[
-        float | None, typer.Option(min=0, help="Price per device-hour, in any currency.")
-    ] = None,
+    gpus: Annotated[int | None, typer.Option(min=1)] = None,
+    search: Annotated[bool, typer.Option("--search")] = False,
+    measure: Annotated[int | None, typer.Option(min=1)] = None,
+    simulate: Annotated[bool, typer.Option("--simulate")] = False,
+    rank: Annotated[int, typer.Option(min=0)] = 0,
+    all_stages: Annotated[bool, typer.Option("--all-stages")] = False,
+    deadline: str | None = None,
+    price: Annotated[float | None, typer.Option(min=0)] = None,
     flop_formula: FlopFormulaOption = None,
-    storage: Annotated[
-        str, typer.Option(help="File system speeds in GB/s; costs assume the first.")
-    ] = "5,20,100",
-    picture: Annotated[
-        Path | None, typer.Option(help="Draw memory and the timeline of a step: .png or .svg.")
-    ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")] = False,
+    storage: str = "5,20,100",
+    picture: Path | None = None,
+    as_json: Annotated[bool, typer.Option("--json")] = False,
 ) -> None:
     """Compute memory, time and cost of a run.
 
@@ -78,6 +48,32 @@ def plan(
     trainyard plan gpt3-13b --gpu h100-80g --gpus 64 --search
     trainyard plan gpt3-13b --gpu h100 --gpus 64 --deadline "1 week"
     trainyard plan recipes/benchmark64/tgs.toml --gpus 64 --simulate --all-stages
+
+    Devices:
+        cluster:
+        nodes: Number of nodes.
+        gpu:
+        gpus: Number of devices. Default: the fewest the layout needs.
+        price: Price per device-hour, in any currency.
+        storage: File system speeds in GB/s; costs assume the first.
+
+    Searching:
+        search: Find the ten fastest layouts that fit.
+        measure: With --search: benchmark the top N on this machine, and write the fastest to the
+            run file.
+        deadline: Such as "1 week": find the largest model that trains in time on the devices, on 20
+            tokens per parameter unless a run file or an override sets train.length; without --nodes
+            and --gpus, find the fewest devices for the run.
+
+    Simulating:
+        simulate: Run the real step of a rank on fake tensors.
+        rank: With --simulate: which rank.
+        all_stages: With --simulate: a rank of each pipeline stage.
+
+    Output:
+        flop_formula:
+        picture: Draw memory and the timeline of a step: .png or .svg.
+        as_json: Print JSON instead of a table.
     """
     from trainyard.api.planning import build_report, count_devices, find_asked_machine
     from trainyard.config.load import load_run
@@ -92,12 +88,12 @@ def plan(
     if (search or deadline is not None) and machine is None:
         raise ConfigError(f"{modes[0]} needs devices", "--cluster lumi --nodes 2")
     if deadline is not None and machine:
-        from trainyard.cli.plan_deadline import print_deadline
-        from trainyard.planning.deadline import Trainer
+        from trainyard.cli.plan_search import print_deadline
+        from trainyard.planning.ladder import Estimator
 
         n_given = count_devices(loaded.run, machine, nodes, gpus) if nodes or gpus else None
-        trainer = Trainer.at_its_slowest(machine, parse_storage(storage), price)
-        print_deadline(loaded, trainer, n_given, deadline, as_json=as_json)
+        estimator = Estimator.at_its_slowest(machine, parse_storage(storage), price)
+        print_deadline(loaded, estimator, n_given, deadline, as_json=as_json)
         return
     n_devices = count_devices(loaded.run, machine, nodes, gpus)
     if search and machine:
@@ -158,7 +154,7 @@ def parse_storage(text: str) -> tuple[float, ...]:
     Raises:
         ConfigError: it is not a list of positive numbers.
     """
-    from trainyard.planning.hardware import GIGA
+    from trainyard.config.devices import GIGA
 
     try:
         speeds = tuple(float(speed) * GIGA for speed in text.split(","))
@@ -176,6 +172,7 @@ def _print(report: Report, picture: Path | None, *, as_json: bool) -> None:
         MachineError: it does not fit.
     """
     from trainyard.api.plan_table import plan_as_json, render_plan
+    from trainyard.api.planning import refuse_unfit
     from trainyard.log import print_lines
 
     if as_json:
@@ -190,26 +187,4 @@ def _print(report: Report, picture: Path | None, *, as_json: bool) -> None:
         figure = draw_plan(report.run, report.plan, report.memories, usable, report.time)
         save_picture(figure, picture)
         typer.echo(f"wrote {picture}", err=True)
-    refuse(report)
-
-
-def refuse(report: Report) -> None:
-    """Raises for a run that does not fit.
-
-    Raises:
-        MachineError: the missing memory, and the cheapest change.
-    """
-    from trainyard.units import format_bytes, with_article
-
-    if report.fits:
-        return
-    assert report.machine is not None
-    if report.remedies:
-        hint = f"cheapest change that makes it fit: {report.remedies[0].change}"
-    else:
-        hint = "no tested change makes it fit: use a smaller model or larger devices"
-    raise MachineError(
-        f"{report.run.name} does not fit: {format_bytes(-(report.spare_bytes or 0))} more than "
-        f"{with_article(report.machine.device.name)} has",
-        hint,
-    )
+    refuse_unfit(report)

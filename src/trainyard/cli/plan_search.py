@@ -1,8 +1,9 @@
-"""`trainyard plan RUN --search`: finds the best layouts, and can time them and keep the winner."""
+"""`trainyard plan RUN --search` and `--deadline`: the best layouts, models, numbers of devices."""
 
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -13,25 +14,38 @@ import typer
 from trainyard.api.plan_table import describe_devices, describe_step, memory_as_json, time_as_json
 from trainyard.config import rules
 from trainyard.config.edit import set_fields
-from trainyard.config.load import load_run
+from trainyard.config.load import LoadedRun, field_value, load_run, preset_names
 from trainyard.config.run import Run
 from trainyard.errors import ConfigError, MachineError
 from trainyard.files import publish_text
+from trainyard.layout.ranks import describe_layout, is_legal
 from trainyard.log import print_lines
-from trainyard.planning.hardware import Machine
-from trainyard.planning.layout_check import describe_layout
+from trainyard.planning.hardware import Machine, find_extremes
+from trainyard.planning.ladder import (
+    CHANGED_FIELDS,
+    Estimator,
+    TrainingEstimate,
+    count_parameters,
+    fewest_devices,
+    largest_model,
+)
 from trainyard.planning.search import (
     Candidate,
     explain_loss,
     fits,
     hint_where_none_fits,
-    is_legal,
     predict,
     rescale,
     search,
     with_seconds,
 )
-from trainyard.units import format_bytes
+from trainyard.units import (
+    format_bytes,
+    format_large,
+    format_seconds,
+    parse_duration,
+    with_article,
+)
 
 if TYPE_CHECKING:
     from rich.text import Text
@@ -48,8 +62,8 @@ class SearchResult:
     """The result of a search, fastest first, after measuring if requested."""
 
     candidates: Sequence[Candidate]
-    measured: Mapping[int, float]
-    """Step seconds of the timed candidates, by index in `candidates`."""
+    measured: Sequence[int] = ()
+    """Which of them were timed."""
     scale: float = 1.0
     """Factor from predictions to measurements."""
     as_it_is: Candidate | None = None
@@ -92,88 +106,71 @@ def print_search(
             f"{run.name}: no layout fits on {describe_devices(machine, n_devices)}",
             hint_where_none_fits(run, machine, n_devices),
         )
-    found = SearchResult(candidates, {})
+    result = SearchResult(candidates)
     if n_measured is not None:
-        found = _measure(candidates, n_measured)
+        from trainyard.bench.rounds import time_layouts
+
+        timed = time_layouts([one.run for one in candidates[:n_measured]], n_devices)
         if read_process().rank > 0:
             return
-    as_it_is = _predict(run, machine, n_devices, found.scale)
-    if as_it_is is not None:
-        found = replace(found, as_it_is=as_it_is, fits=fits(as_it_is.memory, machine))
+        result = _rank_again(candidates, timed)
+    if is_legal(run, n_devices):
+        predicted = predict(run, machine, n_devices)
+        as_it_is = with_seconds(predicted, result.scale * predicted.time.seconds)
+        result = replace(result, as_it_is=as_it_is, fits=fits(as_it_is.memory, machine))
     if as_json:
-        typer.echo(json.dumps(search_as_json(run, found), indent=2))
+        typer.echo(json.dumps(_search_as_json(run, result), indent=2))
     else:
-        print_lines(render_search(run, machine, found))
+        print_lines(_render_search(run, machine, result))
     if n_measured is not None:
-        typer.echo(keep_winner(found, run, source), err=as_json)
+        typer.echo(_keep_winner(result, run, source), err=as_json)
 
 
-def _predict(run: Run, machine: Machine, n_devices: int, scale: float) -> Candidate | None:
-    """Predicts the run's own layout, with the same scale."""
-    if not is_legal(run, n_devices):
-        return None
-    found = predict(run, machine, n_devices)
-    return with_seconds(found, scale * found.time.seconds)
-
-
-def _measure(candidates: Sequence[Candidate], n_measured: int) -> SearchResult:
-    """Times the best candidates, and ranks all again by the results."""
-    from trainyard.bench.rounds import time_layouts
-    from trainyard.launch.environment import read_process
-
-    runs = [candidate.run for candidate in candidates[:n_measured]]
-    timed = time_layouts(runs, candidates[0].plan.n_ranks)
-    if read_process().rank > 0:
-        return SearchResult(candidates, {})
-    failed = {place for place, seconds in enumerate(timed) if seconds is None}
-    if len(failed) == len(timed):
+def _rank_again(candidates: Sequence[Candidate], timed: Sequence[float | None]) -> SearchResult:
+    """Ranks layouts by the times of the first ones; drops those that could not be timed."""
+    seconds = [one for one in timed if one is not None]
+    if not seconds:
         raise MachineError(
             f"none of the {len(timed)} layouts could be timed on this machine",
             "see the output of their processes above",
         )
-    kept = [each for place, each in enumerate(candidates) if place not in failed]
-    seconds = [each for each in timed if each is not None]
-    scale, ranked = rescale(kept, dict(enumerate(seconds)))
-    by_run = dict(zip([each.run.model_dump_json() for each in kept], seconds, strict=False))
-    measured = {
-        place: by_run[each.run.model_dump_json()]
-        for place, each in enumerate(ranked)
-        if each.run.model_dump_json() in by_run
-    }
-    return SearchResult(ranked, measured, scale)
+    worked = [one for one, time in zip(candidates, timed, strict=False) if time is not None]
+    others = [*worked, *candidates[len(timed) :]]
+    scale, ranked = rescale(others, dict(enumerate(seconds)))
+    runs = {id(one.run) for one in worked}
+    return SearchResult(ranked, [n for n, one in enumerate(ranked) if id(one.run) in runs], scale)
 
 
-def render_search(run: Run, machine: Machine, found: SearchResult) -> Text:
+def _render_search(run: Run, machine: Machine, result: SearchResult) -> Text:
     """Renders the best layouts as a table, each with the reason it is slower than the first."""
     from rich.text import Text
 
-    first = found.candidates[0]
+    first = result.candidates[0]
     devices = describe_devices(machine, first.plan.n_ranks)
-    n = len(found.candidates)
+    n = len(result.candidates)
     count = f"the {n} fastest layouts that fit" if n >= MOST_LISTED else f"all {n} that fit"
     text = Text(run.name, style="bold")
     text.append(f" on {devices}: {count}", style="not bold")
-    if found.measured:
-        n_measured = len(found.measured)
+    if result.measured:
+        n_measured = len(result.measured)
         text.append(
-            f"\n{n_measured} timed here (*), the others predicted x {found.scale:.3g}",
+            f"\n{n_measured} timed here (*), the others predicted x {result.scale:.3g}",
             style="not bold",
         )
-    shown = [*found.candidates, *filter(None, [found.as_it_is])]
-    width = max(len(describe_candidate(each)) for each in shown)
+    shown = [*result.candidates, *filter(None, [result.as_it_is])]
+    width = max(len(describe_candidate(candidate)) for candidate in shown)
     text.append(
         f"\n{'':<6}{'step':>9}  {'memory':>9}  {'layout':<{width}}  slower than the first, and why",
         style="cyan not bold",
     )
-    for place, candidate in enumerate(found.candidates):
-        mark = f"{place + 1:>2} {'*' if place in found.measured else ' '}"
+    for place, candidate in enumerate(result.candidates):
+        mark = f"{place + 1:>2} {'*' if place in result.measured else ' '}"
         text.append(f"\n{_row(mark, candidate, first, width)}", style="not bold")
-    if found.as_it_is is not None:
-        row = _row("as is", found.as_it_is, first, width)
-        text.append(f"\n{row}{'' if found.fits else '; DOES NOT FIT'}", style="not bold")
+    if result.as_it_is is not None:
+        row = _row("as is", result.as_it_is, first, width)
+        text.append(f"\n{row}{'' if result.fits else '; DOES NOT FIT'}", style="not bold")
     text.append(f"\n{HOW_TO_READ}", style="cyan not bold")
-    changes = first.changes_from(run)
-    given = rules.describe(run, changes, " ")
+    given = rules.describe(run, first.changes_from(run), " ")
     text.append("\narguments for the first: ", style="cyan not bold")
     text.append(given or "none, the run as it is", style="not bold")
     return text
@@ -195,40 +192,39 @@ def describe_candidate(candidate: Candidate) -> str:
     return f"{describe_layout(candidate.run, candidate.plan.topology)}, micro batch {micro}"
 
 
-def search_as_json(run: Run, found: SearchResult) -> dict[str, Any]:
-    """Returns the layouts as JSON values."""
-    first = found.candidates[0]
+def _search_as_json(run: Run, result: SearchResult) -> dict[str, Any]:
+    first = result.candidates[0]
+
+    def as_json(candidate: Candidate) -> dict[str, Any]:
+        return {
+            "layout": describe_candidate(candidate),
+            "step": time_as_json(candidate.time),
+            "memory": memory_as_json(candidate.memory),
+            "longer_than_first": candidate.time.seconds / first.time.seconds - 1,
+            "why": "" if candidate is first else explain_loss(first, candidate),
+        }
+
     return {
         "run": run.name,
         "n_devices": first.plan.n_ranks,
-        "scale": found.scale,
-        "as_it_is": found.as_it_is and _as_json(found.as_it_is, first) | {"fits": found.fits},
+        "scale": result.scale,
+        "as_it_is": result.as_it_is and as_json(result.as_it_is) | {"fits": result.fits},
         "candidates": [
-            {"changes": candidate.changes_from(run), "is_measured": place in found.measured}
-            | _as_json(candidate, first)
-            for place, candidate in enumerate(found.candidates)
+            {"changes": candidate.changes_from(run), "is_measured": place in result.measured}
+            | as_json(candidate)
+            for place, candidate in enumerate(result.candidates)
         ],
     }
 
 
-def _as_json(candidate: Candidate, first: Candidate) -> dict[str, Any]:
-    return {
-        "layout": describe_candidate(candidate),
-        "step": time_as_json(candidate.time),
-        "memory": memory_as_json(candidate.memory),
-        "longer_than_first": candidate.time.seconds / first.time.seconds - 1,
-        "why": "" if candidate is first else explain_loss(first, candidate),
-    }
-
-
-def keep_winner(found: SearchResult, run: Run, source: Path | None) -> str:
+def _keep_winner(result: SearchResult, run: Run, source: Path | None) -> str:
     """Writes the fastest of the timed layouts to the run file; returns the changes as text.
 
     Raises:
         ConfigError: the run file cannot be edited safely, or the winner depends on command-line
             overrides.
     """
-    winner = found.candidates[min(found.measured)]
+    winner = result.candidates[min(result.measured)]
     if source is None:
         given = rules.describe(run, winner.changes_from(run), " ")
         return f"presets are never changed; the fastest: {given or 'the preset as it is'}"
@@ -245,3 +241,108 @@ def keep_winner(found: SearchResult, run: Run, source: Path | None) -> str:
         )
     publish_text(source, set_fields(source.read_text(encoding="utf-8"), changes, str(source)))
     return f"wrote to {source}: {text}"
+
+
+def print_deadline(
+    loaded: LoadedRun, estimator: Estimator, n_devices: int | None, deadline: str, *, as_json: bool
+) -> None:
+    """Prints the largest model for `n_devices` or, if None, the fewest devices for the run.
+
+    Raises:
+        ConfigError: the deadline is malformed.
+        MachineError: no candidate trains in time.
+    """
+    run = loaded.run
+    try:
+        seconds = parse_duration(deadline)
+    except ValueError as error:
+        raise ConfigError(f"--deadline {error}", '--deadline "1 week"') from None
+    if n_devices is None:
+        estimates = fewest_devices(run, estimator, seconds)[::-1]
+        remarks = ("the fewest", "too few")
+    else:
+        origin = loaded.origins.get("train.length", "")
+        keeps = bool(origin) and origin not in preset_names()
+        estimates = largest_model(run, estimator, n_devices, seconds, keeps_length=keeps)
+        remarks = ("the largest", "too long")
+    first = estimates[0]
+    if not first.seconds <= seconds:
+        on = describe_devices(estimator.machine, first.n_devices)
+        if n_devices is None:
+            raise MachineError(
+                f"{run.name} does not train within {deadline}: on {on}, the most tried, it "
+                f"{first.duration}",
+                "try a longer deadline, a shorter train.length or a larger train.global_batch_size",
+            )
+        size = format_large(count_parameters(first.run))
+        raise MachineError(
+            f"no model trains within {deadline} on {on}: the smallest, of {size} parameters, "
+            f"{first.duration}",
+            "try a longer deadline, more devices or fewer tokens, such as train.length='1B tokens'",
+        )
+    rows = {
+        remark if estimate.cost else "does not fit": estimate
+        for remark, estimate in zip(remarks, estimates, strict=False)
+    }
+    if as_json:
+        found = [_estimate_as_json(remark, one, run) for remark, one in rows.items()]
+        typer.echo(json.dumps(found, indent=2))
+    else:
+        print_lines(_render_deadline(run, estimator.machine, rows, deadline))
+
+
+def _render_deadline(
+    run: Run, machine: Machine, rows: Mapping[str, TrainingEstimate], deadline: str
+) -> Text:
+    from rich.text import Text
+
+    text = Text(run.name, style="bold")
+    text.append(f" within {deadline} on devices of {machine.name}", style="not bold")
+    if find_extremes(machine):
+        device = with_article(machine.device.name)
+        text.append(f", at the slow end for {device}: not measured", style="not bold")
+    lines = [("", "model", "tokens", "devices", "whole run", "price", "layout")]
+    for remark, estimate in rows.items():
+        model, cost, candidate = estimate.run.model, estimate.cost, estimate.candidate
+        size = format_large(count_parameters(estimate.run))
+        lines.append(
+            (
+                remark,
+                f"{size} ({model.n_layers} x {model.d_model})",
+                format_large(candidate.plan.n_tokens) if candidate else "",
+                f"{estimate.n_devices:,}",
+                format_seconds(cost.seconds) if cost and math.isfinite(cost.seconds) else "",
+                f"{cost.price:,.0f}" if cost and cost.price is not None else "",
+                describe_candidate(candidate) if candidate else "",
+            )
+        )
+    columns = [column for column in zip(*lines, strict=True) if any(column[1:])]
+    widths = [max(map(len, column)) for column in columns]
+    for number, line in enumerate(zip(*columns, strict=True)):
+        cells = (f"{cell:<{width}}" for cell, width in zip(line, widths, strict=True))
+        style = "not bold" if number else "cyan not bold"
+        text.append(f"\n{'  '.join(cells)}".rstrip(), style=style)
+    remark, first = next(iter(rows.items()))
+    text.append(f"\narguments for {remark}: ", style="cyan not bold")
+    given = f"--gpus {first.n_devices} {_describe_changes(first.run, run)}"
+    text.append(given.rstrip(), style="not bold")
+    return text
+
+
+def _describe_changes(changed: Run, run: Run) -> str:
+    """Formats the differences from a run as overrides."""
+    return rules.describe(run, {name: field_value(changed, name) for name in CHANGED_FIELDS}, " ")
+
+
+def _estimate_as_json(remark: str, estimate: TrainingEstimate, run: Run) -> dict[str, Any]:
+    cost, candidate = estimate.cost, estimate.candidate
+    return {
+        "remark": remark,
+        "parameters": count_parameters(estimate.run),
+        "tokens": candidate.plan.n_tokens if candidate else None,
+        "n_devices": estimate.n_devices,
+        "seconds": estimate.seconds if math.isfinite(estimate.seconds) else None,
+        "device_hours": cost.device_hours if cost else None,
+        "price": cost.price if cost else None,
+        "changes": _describe_changes(estimate.run, run),
+    }

@@ -11,8 +11,8 @@ import typer
 
 from trainyard.config.run import Run
 from trainyard.errors import ConfigError
+from trainyard.layout.resolve import Plan, resolve
 from trainyard.planning.memory import rank_memory
-from trainyard.planning.resolve import Plan, resolve
 from trainyard.simulate.simulation import Simulation, simulate
 from trainyard.units import format_bytes
 

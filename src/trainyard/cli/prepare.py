@@ -7,7 +7,7 @@ import time
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
@@ -21,80 +21,22 @@ if TYPE_CHECKING:
 
 
 def prepare(
-    inputs: Annotated[
-        list[str] | None,
-        typer.Argument(help="Text files, folders and globs, or one data file, corpus.toml."),
-    ] = None,
-    output: Annotated[
-        str, typer.Option("--output", "-o", help="Path prefix of the token files.")
-    ] = "",
-    tokenizer: Annotated[
-        str,
-        typer.Option(
-            help="gpt2 (included), or a folder with vocab.json and merges.txt or with a "
-            "tokenizer.json; default: train one."
-        ),
-    ] = "",
-    train_tokenizer: Annotated[
-        int,
-        typer.Option(
-            metavar="N",
-            help="First train a tokenizer of N tokens on the inputs and save it as the data file's "
-            "tokenizer, or as <output>_tokenizer; default: N depends on the size of the text.",
-        ),
-    ] = 0,
-    json_key: Annotated[
-        str,
-        typer.Option(help="Top-level JSON key, or Parquet or Arrow column, of the text [text]."),
-    ] = "",
-    append_eod: Annotated[
-        bool | None,
-        typer.Option(
-            "--append-eod/--no-append-eod",
-            help="End every document with the tokenizer's end of document, such as <|endoftext|> "
-            "[yes] (Megatron-LM's tool: no).",
-        ),
-    ] = None,
-    special_tokens: Annotated[
-        Literal["text", "parse"] | None,
-        typer.Option(
-            help="Special tokens such as <|endoftext|> inside a document: text, or parse (their "
-            "ids, as Megatron-LM) [text]."
-        ),
-    ] = None,
-    split_on: Annotated[
-        str,
-        typer.Option(
-            metavar="TEXT",
-            help="Split each document wherever it has this text, such as '<|endoftext|>'.",
-        ),
-    ] = "",
-    workers: Annotated[int, typer.Option(min=1, help="Processes; one core each.")] = 1,
-    on_error: Annotated[
-        Literal["stop", "quarantine"],
-        typer.Option(help="On a bad document: stop, or quarantine (set aside and report it)."),
-    ] = "stop",
-    overwrite: Annotated[
-        bool, typer.Option(help="Replace token files and work made with other settings.")
-    ] = False,
-    status: Annotated[bool, typer.Option(help="Print the progress and exit.")] = False,
-    fetch: Annotated[
-        str,
-        typer.Option(
-            metavar="CORPUS",
-            help="Only download a corpus, or hf:OWNER/NAME[@REVISION] of Hugging Face, into the "
-            "folder --output (docs/fetching.md).",
-        ),
-    ] = "",
-    only: Annotated[
-        str, typer.Option(metavar="PATTERN", help="With --fetch: only files whose path matches.")
-    ] = "*",
-    mirror: Annotated[
-        str, typer.Option(metavar="URL", help="With --fetch: another server to use.")
-    ] = "",
-    contact: Annotated[
-        str, typer.Option(help="Your e-mail address or web page, required by Wikimedia's server.")
-    ] = "",
+    inputs: Annotated[list[str] | None, typer.Argument()] = None,
+    output: Annotated[str, typer.Option("--output", "-o")] = "",
+    tokenizer: str = "",
+    train_tokenizer: Annotated[int, typer.Option(metavar="N")] = 0,
+    json_key: str = "",
+    append_eod: Annotated[bool | None, typer.Option("--append-eod/--no-append-eod")] = None,
+    special_tokens: Literal["text", "parse"] | None = None,
+    split_on: Annotated[str, typer.Option(metavar="TEXT")] = "",
+    workers: Annotated[int, typer.Option(min=1)] = 1,
+    on_error: Literal["stop", "quarantine"] = "stop",
+    overwrite: bool = False,
+    status: bool = False,
+    fetch: Annotated[str, typer.Option(metavar="CORPUS")] = "",
+    only: Annotated[str, typer.Option(metavar="PATTERN")] = "*",
+    mirror: Annotated[str, typer.Option(metavar="URL")] = "",
+    contact: str = "",
 ) -> None:
     """Tokenize raw text into Megatron-LM token files.
 
@@ -112,11 +54,38 @@ def prepare(
 
     Run the same command on many machines at once, such as in a job array, to share the work. Run it
     again after an interruption to continue.
+
+    Tokens:
+        tokenizer: gpt2 (included), or a folder with vocab.json and merges.txt or with a
+            tokenizer.json; default: train one.
+        train_tokenizer: First train a tokenizer of N tokens on the inputs and save it as the data
+            file's tokenizer, or as <output>_tokenizer; default: N depends on the size of the text.
+        json_key: Top-level JSON key, or Parquet or Arrow column, of the text [text].
+        append_eod: End every document with the tokenizer's end of document, such as <|endoftext|>
+            [yes] (Megatron-LM's tool: no).
+        special_tokens: Special tokens such as <|endoftext|> inside a document: text, or parse
+            (their ids, as Megatron-LM) [text].
+        split_on: Split each document wherever it has this text, such as '<|endoftext|>'.
+
+    Downloading:
+        fetch: Only download a corpus, or hf:OWNER/NAME[@REVISION] of Hugging Face, into the folder
+            --output (docs/fetching.md).
+        only: With --fetch: only files whose path matches.
+        mirror: With --fetch: another server to use.
+        contact: Your e-mail address or web page, required by Wikimedia's server.
+
+    Options:
+        inputs: Text files, folders and globs, or one data file, corpus.toml.
+        output: Path prefix of the token files.
+        workers: Processes; one core each.
+        on_error: On a bad document: stop, or quarantine (set aside and report it).
+        overwrite: Replace token files and work made with other settings.
+        status: Print the progress and exit.
     """
     from trainyard.config.corpus import check_complete, load_corpus
     from trainyard.corpus.preparation.prepare import choose_tokenizer, train_on_inputs
     from trainyard.corpus.preparation.run_file import write_run_file
-    from trainyard.corpus.sources import scan_inputs
+    from trainyard.corpus.sources.files import scan_inputs
 
     if fetch:
         _fetch(fetch, output, only, (mirror, contact))
@@ -126,7 +95,9 @@ def prepare(
             "both --tokenizer and --train-tokenizer given",
             "pass --tokenizer gpt2 or a folder, or --train-tokenizer 4096 to train one",
         )
+    data_file, files = _split(inputs or [])
     given = {
+        "inputs": files,
         "output": output,
         "tokenizer": tokenizer,
         "json_key": json_key,
@@ -134,8 +105,8 @@ def prepare(
         "special_tokens": special_tokens,
         "split_on": split_on,
     }
-    data_file, files = _split(inputs or [])
-    corpus = load_corpus(data_file, _given({**given, "inputs": files}))
+    values = {name: value for name, value in given.items() if value not in ("", None, [])}
+    corpus = load_corpus(data_file, values)
     check_complete(corpus)
     or_fewer = not train_tokenizer
     if not corpus.tokenizer:
@@ -184,10 +155,6 @@ def tokenize(
         )
     _print_result(corpus, sidecars)
     return sidecars
-
-
-def _given(values: dict[str, Any]) -> dict[str, Any]:
-    return {name: value for name, value in values.items() if value not in ("", None, [])}
 
 
 def _split(inputs: list[str]) -> tuple[Path | None, list[str]]:

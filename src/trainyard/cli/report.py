@@ -13,25 +13,10 @@ from trainyard.errors import UserError
 
 
 def report(
-    run_folders: Annotated[
-        list[Path], typer.Argument(help="Runs, or their folders.", autocompletion=complete_run)
-    ],
-    output: Annotated[
-        Path | None,
-        typer.Option(
-            help="The file to write; default: report.html in the run, or a page beside several."
-        ),
-    ] = None,
-    png: Annotated[
-        Path | None, typer.Option(help="A folder for the curves as PNG files, for papers.")
-    ] = None,
-    baseline: Annotated[
-        list[str] | None,
-        typer.Option(
-            metavar="NAME=LOSS",
-            help="Another model's held-out loss, in nats per token, as a line to compare with.",
-        ),
-    ] = None,
+    run_folders: Annotated[list[Path], typer.Argument(autocompletion=complete_run)],
+    output: Path | None = None,
+    png: Path | None = None,
+    baseline: Annotated[list[str] | None, typer.Option(metavar="NAME=LOSS")] = None,
 ) -> None:
     """Write curves, samples and settings of runs to one HTML page.
 
@@ -43,6 +28,12 @@ def report(
 
     The page needs no other file. The run may still be training, or have been killed; trainyard
     status --follow shows it live.
+
+    Options:
+        run_folders: Runs, or their folders.
+        output: The file to write; default: report.html in the run, or a page beside several.
+        png: A folder for the curves as PNG files, for papers.
+        baseline: Another model's held-out loss, in nats per token, as a line to compare with.
     """
     run_folders = [find_run(name) for name in run_folders]
     from trainyard.report.page import write_report

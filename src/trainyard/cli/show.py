@@ -14,35 +14,16 @@ if TYPE_CHECKING:
 
 
 def show(
-    what: Annotated[
-        list[str] | None,
-        typer.Argument(
-            help="A preset, a run file with overrides, a token file prefix, a checkpoint or run "
-            "folder, a tokenizer folder or gpt2; or: order RUN_FILE, cluster NAME.",
-            autocompletion=complete_shown,
-        ),
-    ] = None,
-    fields: Annotated[
-        bool, typer.Option("--fields", help="Describe every field, or those of a section.")
-    ] = False,
-    schema: Annotated[
-        bool, typer.Option("--schema", help="Print the JSON schema of run files, for editors.")
-    ] = False,
-    all_fields: Annotated[
-        bool, typer.Option("--all", help="Also show fields at their defaults.")
-    ] = False,
-    tokenizer: Annotated[
-        str, typer.Option(help="For token files: gpt2 or a folder; decodes the documents.")
-    ] = "",
-    split: Annotated[str, typer.Option(help="For order: train, valid or test.")] = "train",
-    start: Annotated[int, typer.Option(help="For order: the first sequence.")] = 0,
-    count: Annotated[int, typer.Option(help="For order and token files: number to show.")] = 3,
-    dropped: Annotated[
-        bool, typer.Option("--dropped", help="For token files: show some dropped documents.")
-    ] = False,
-    output: Annotated[
-        Path | None, typer.Option(help="For order: write the sequences to this .npz file.")
-    ] = None,
+    what: Annotated[list[str] | None, typer.Argument(autocompletion=complete_shown)] = None,
+    fields: Annotated[bool, typer.Option("--fields")] = False,
+    schema: Annotated[bool, typer.Option("--schema")] = False,
+    all_fields: Annotated[bool, typer.Option("--all")] = False,
+    tokenizer: str = "",
+    split: str = "train",
+    start: int = 0,
+    count: int = 3,
+    dropped: Annotated[bool, typer.Option("--dropped")] = False,
+    output: Path | None = None,
 ) -> None:
     """Show a preset, run, token file, checkpoint or cluster.
 
@@ -58,6 +39,23 @@ def show(
     trainyard show --fields train
     trainyard show --schema > run.schema.json
     trainyard show order run.toml --split train --start 0 --count 2000 --output order.npz
+
+    Fields:
+        fields: Describe every field, or those of a section.
+        all_fields: Also show fields at their defaults.
+        schema: Print the JSON schema of run files, for editors.
+
+    Token files and order:
+        tokenizer: For token files: gpt2 or a folder; decodes the documents.
+        dropped: For token files: show some dropped documents.
+        split: For order: train, valid or test.
+        start: For order: the first sequence.
+        count: For order and token files: number to show.
+        output: For order: write the sequences to this .npz file.
+
+    Options:
+        what: A preset, a run file with overrides, a token file prefix, a checkpoint or run folder,
+            a tokenizer folder or gpt2; or: order RUN_FILE, cluster NAME.
     """
     from trainyard.cli import show_run
     from trainyard.log import build_console, print_lines

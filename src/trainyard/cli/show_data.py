@@ -235,7 +235,7 @@ def show_order(
     from trainyard.data.loader import build_orders
     from trainyard.data.order import Split
     from trainyard.data.patterns import find_token_files
-    from trainyard.planning.resolve import resolve
+    from trainyard.layout.resolve import resolve
 
     if not arguments:
         raise ConfigError("show order needs a run file", "trainyard show order run.toml")

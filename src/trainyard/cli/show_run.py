@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import difflib
-import json
 import re
 import shutil
 import textwrap
@@ -18,12 +17,13 @@ from trainyard.cli.names import run_names
 from trainyard.config.cluster import cluster_names, cluster_texts, cpu_mask, read_cluster
 from trainyard.config.load import LoadedRun, all_fields, field_value, preset_names
 from trainyard.config.run import Run
+from trainyard.config.section import as_toml
 from trainyard.errors import ConfigError
+from trainyard.layout.flops import model_flops_per_token
+from trainyard.layout.ranks import describe_layout
+from trainyard.layout.resolve import Plan, resolve
 from trainyard.log import facts_table
-from trainyard.planning.flops import model_flops_per_token
-from trainyard.planning.layout_check import describe_layout
-from trainyard.planning.resolve import Plan, resolve
-from trainyard.units import Length, format_large, format_number
+from trainyard.units import format_large, format_number
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -108,18 +108,6 @@ def _layout(run: Run, plan: Plan) -> dict[str, str]:
         by_rank = (", ".join(stages[i :: topology.pipeline]) for i in range(topology.pipeline))
         layout["stages"] = f"blocks by pipeline rank: {' | '.join(by_rank)}"
     return layout
-
-
-def as_toml(value: Any) -> str:
-    """Formats a value as in a run file; shortens long lists to their first entry."""
-    if isinstance(value, Length):
-        return f'"{value}"'
-    if isinstance(value, tuple):
-        shown = [as_toml(entry) for entry in value]
-        if len(shown) > 3:
-            shown = [shown[0], f"... {len(shown) - 1} more"]
-        return f"[{', '.join(shown)}]"
-    return "inf" if value == float("inf") else json.dumps(value)
 
 
 def render_fields(section: str = "") -> Text:
@@ -214,9 +202,9 @@ def show_cluster(names: list[str], console: Console) -> None:
     Raises:
         UserError: there is no such cluster, or its file is invalid.
     """
+    from trainyard.config.devices import GIGA, TERA
     from trainyard.jobs.schedulers import SCHEDULERS
     from trainyard.planning.clusters import find_machine
-    from trainyard.planning.hardware import GIGA, TERA
 
     if not names:
         console.print("clusters: " + ", ".join(cluster_names()), highlight=False)

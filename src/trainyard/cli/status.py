@@ -23,16 +23,9 @@ INTERVAL_SECONDS = 1.0
 
 
 def status(
-    run: Annotated[
-        str | None,
-        typer.Argument(
-            help="A run, or its folder; absent: all in runs/.", autocompletion=complete_run
-        ),
-    ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON for programs.")] = False,
-    is_followed: Annotated[
-        bool, typer.Option("--follow", "-f", help="Show it live until the run ends.")
-    ] = False,
+    run: Annotated[str | None, typer.Argument(autocompletion=complete_run)] = None,
+    as_json: Annotated[bool, typer.Option("--json")] = False,
+    is_followed: Annotated[bool, typer.Option("--follow", "-f")] = False,
 ) -> None:
     """Show a run's state, step, loss, speed, ETA and restarts.
 
@@ -41,6 +34,11 @@ def status(
     Reads the run folder, and queries squeue or qstat if present: run it where you launched from.
     With --follow, a terminal also shows the loss curve and the newest lines; without a terminal,
     it prints one line per event. Ctrl-C ends it and does not affect the run.
+
+    Options:
+        run: A run, or its folder; absent: all in runs/.
+        as_json: Print JSON for programs.
+        is_followed: Show it live until the run ends.
     """
     from trainyard.report.run_view import RunReader
     from trainyard.report.status import render_status, status_as_json

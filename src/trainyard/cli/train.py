@@ -12,28 +12,12 @@ from trainyard.cli.names import Overrides, Ranks, RunFile
 def train(
     run_file: RunFile,
     overrides: Overrides = None,
-    resume: Annotated[
-        Literal["auto", "must", "never"],
-        typer.Option(help="auto: resume if there is a checkpoint; must: fail without one."),
-    ] = "auto",
+    resume: Literal["auto", "must", "never"] = "auto",
     ranks: Ranks = None,
-    minutes: Annotated[
-        float | None,
-        typer.Option(
-            min=0.01,
-            help="Shorten the run and its schedule to about this training time on this machine.",
-        ),
-    ] = None,
-    log: Annotated[
-        Literal["short", "full"], typer.Option(help="Log lines: short, or full for every metric.")
-    ] = "short",
-    overwrite: Annotated[
-        bool,
-        typer.Option("--overwrite", help="Remove the run's checkpoints and metrics; start over."),
-    ] = False,
-    force: Annotated[
-        bool, typer.Option("--force", help="Train even if memory or disk seem too small.")
-    ] = False,
+    minutes: Annotated[float | None, typer.Option(min=0.01)] = None,
+    log: Literal["short", "full"] = "short",
+    overwrite: Annotated[bool, typer.Option("--overwrite")] = False,
+    force: Annotated[bool, typer.Option("--force")] = False,
 ) -> None:
     """Train a run in the folder runs/NAME.
 
@@ -47,6 +31,13 @@ def train(
     same command continues, or with a greater train.length goes on beyond the end. Exit codes: 0
     done; 130 Ctrl-C; 75 start it again; 93 held, needs attention; 2 fix the reported error. Under
     torchrun, srun or mpiexec this command is one rank: start it once per rank.
+
+    Options:
+        resume: auto: resume if there is a checkpoint; must: fail without one.
+        minutes: Shorten the run and its schedule to about this training time on this machine.
+        log: Log lines: short, or full for every metric.
+        overwrite: Remove the run's checkpoints and metrics; start over.
+        force: Train even if memory or disk seem too small.
     """
     from trainyard.api.running import Training, train_run
 

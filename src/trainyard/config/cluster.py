@@ -28,10 +28,9 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, Field, ValidationError
 
-from trainyard.config.load import explain_problems, merge_tables, parse_toml
-from trainyard.config.section import Section
+from trainyard.config.load import explain_problems, merge_tables, parse_toml, read_settings
+from trainyard.config.section import ListOf, Section
 from trainyard.errors import ConfigError, MachineError
-from trainyard.files import SETTINGS_LIMIT_BYTES, read_file
 
 LINK_LATENCY_MICROSECONDS = 5.0
 """Fitted, like the efficiencies; at the upper bound of the fit."""
@@ -44,29 +43,18 @@ PLACES = ("nodes", "ranks")
 """Placeholders that an option may contain."""
 
 
-def _check_line(text: str) -> str:
-    if re.search(CONTROL, text):
-        raise ValueError(f"{text!r} contains a line break or another control character")
-    return text
+def _matching(pattern: str, problem: str) -> AfterValidator:
+    """Validates a text by a regular expression; `problem` follows the text in the message."""
 
+    def check(text: str) -> str:
+        if not re.fullmatch(pattern, text):
+            raise ValueError(f"{text!r} {problem}")
+        return text
 
-def _check_word(text: str) -> str:
-    if not re.fullmatch(r"([A-Za-z0-9][A-Za-z0-9._@:+-]*)?", text):
-        raise ValueError(f"{text!r} is not a name: use letters, digits and . _ - + @ :")
-    return text
-
-
-def _check_time(text: str) -> str:
-    if text and not re.fullmatch(r"\d{1,4}:[0-5]\d:[0-5]\d", text):
-        raise ValueError(f"{text!r} is not a time: write HOURS:MINUTES:SECONDS, as in 12:00:00")
-    if text and not re.search("[1-9]", text):
-        raise ValueError(f"{text!r} leaves the job no time")
-    return text
+    return AfterValidator(check)
 
 
 def _check_option(text: str) -> str:
-    if not text.startswith("-"):
-        raise ValueError(f"{text!r} is not a scheduler option: those begin with -")
     unknown = [name for name in re.findall(r"\{([^}]*)\}", text) if name not in PLACES]
     if unknown:
         raise ValueError(f"{{{unknown[0]}}} in {text!r} is unknown: use {{nodes}} or {{ranks}}")
@@ -74,41 +62,42 @@ def _check_option(text: str) -> str:
         shlex.split(text)
     except ValueError as error:
         raise ValueError(f"unbalanced quotes in {text!r} ({error})") from None
-    return _check_line(text)
-
-
-def _check_variable(text: str) -> str:
-    if not re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*", text):
-        raise ValueError(f"{text!r} is not the name of an environment variable")
     return text
 
 
-def _check_cpus(text: str) -> str:
-    if not re.fullmatch(r"\d+(-\d+)?(,\d+(-\d+)?)*", text):
-        raise ValueError(f"{text!r} is not a list of CPUs, such as 48-55 or 0-7,64-71")
-    return text
-
-
-def _check_mount(text: str) -> str:
-    source, *others = _check_line(text).split(":")
-    if not source or len(others) > 2 or "," in text:
-        raise ValueError(f"{text!r} is not a mount: write SOURCE, SOURCE:PLACE or SOURCE:PLACE:ro")
-    return text
-
-
-Line = Annotated[str, AfterValidator(_check_line)]
-Word = Annotated[str, AfterValidator(_check_word)]
-Time = Annotated[str, AfterValidator(_check_time)]
-Option = Annotated[str, AfterValidator(_check_option)]
-Variable = Annotated[str, AfterValidator(_check_variable)]
-Cpus = Annotated[str, AfterValidator(_check_cpus)]
-Mount = Annotated[str, AfterValidator(_check_mount)]
-Lines = Annotated[tuple[Line, ...], Field(strict=False)]
-Words = Annotated[tuple[Word, ...], Field(strict=False)]
-Options = Annotated[tuple[Option, ...], Field(strict=False)]
-Variables = Annotated[tuple[Variable, ...], Field(strict=False)]
-CpuLists = Annotated[tuple[Cpus, ...], Field(strict=False)]
-Mounts = Annotated[tuple[Mount, ...], Field(strict=False)]
+_VARIABLE, _NO_VARIABLE = "[A-Za-z_][A-Za-z0-9_]*", "is not the name of an environment variable"
+Line = Annotated[
+    str, _matching(r"[^\x00-\x1f\x7f]*", "contains a line break or another control character")
+]
+Word = Annotated[
+    str,
+    _matching(
+        "([A-Za-z0-9][A-Za-z0-9._@:+-]*)?", "is not a name: use letters, digits and . _ - + @ :"
+    ),
+]
+Time = Annotated[
+    str,
+    _matching(
+        r"(\d{1,4}:[0-5]\d:[0-5]\d)?", "is not a time: write HOURS:MINUTES:SECONDS, as in 12:00:00"
+    ),
+    _matching("(.*[1-9].*)?", "leaves the job no time"),
+]
+Option = Annotated[
+    Line,
+    _matching("-.*", "is not a scheduler option: those begin with -"),
+    AfterValidator(_check_option),
+]
+Variable = Annotated[str, _matching(_VARIABLE, _NO_VARIABLE)]
+Cpus = Annotated[
+    str,
+    _matching(r"\d+(-\d+)?(,\d+(-\d+)?)*", "is not a list of CPUs, such as 48-55 or 0-7,64-71"),
+]
+Mount = Annotated[
+    Line,
+    _matching(
+        "[^:,]+(:[^:,]*){0,2}", "is not a mount: write SOURCE, SOURCE:PLACE or SOURCE:PLACE:ro"
+    ),
+]
 
 
 class Container(Section):
@@ -119,11 +108,11 @@ class Container(Section):
     image: Line = ""
     """Image file, or a name such as registry.example.org#lab/trainyard:1.0; it needs Trainyard and
     torch."""
-    mounts: Mounts = ()
+    mounts: ListOf[Mount] = ()
     """SOURCE:PLACE or SOURCE:PLACE:ro; the launch folder is always mounted."""
-    environment: Variables = ()
+    environment: ListOf[Variable] = ()
     """Environment variables that override those of the image."""
-    options: Options = ()
+    options: ListOf[Option] = ()
     """Options of the runtime, such as --rocm or --container-writable."""
 
 
@@ -137,7 +126,7 @@ class Prepare(Section):
     """Slurm partition or PBS queue; absent: that of training."""
     time: Time = ""
     """Time limit; absent: that of training."""
-    options: Options = ()
+    options: ListOf[Option] = ()
     """Scheduler options, replacing those of training."""
     tasks: int = Field(default=4, ge=1)
     """Nodes that prepare a corpus in parallel."""
@@ -160,7 +149,7 @@ class Launch(Section):
     """Slurm only: one torchrun per node, or one task per rank."""
     mpiexec: Literal["openmpi", "mpich", "pals"] = "mpich"
     """Which mpiexec starts the ranks (pbs and mpi)."""
-    hosts: Words = ()
+    hosts: ListOf[Word] = ()
     """Hosts of mpi and ssh; the others must reach the first by this name."""
     account: Word = ""
     """Account to charge."""
@@ -168,18 +157,18 @@ class Launch(Section):
     """Slurm partition or PBS queue."""
     time: Time = ""
     """Time limit of a job, such as 12:00:00; a run may span many jobs."""
-    options: Options = ()
+    options: ListOf[Option] = ()
     """Scheduler options, one per entry: "--exclusive", "-l filesystems=home"; {nodes} and {ranks}
     (per node) are filled in."""
-    setup: Lines = ()
+    setup: ListOf[Line] = ()
     """Shell lines to run before the ranks start, such as "module load cray-python"; copied
     verbatim."""
     environment: dict[Variable, Line] = Field(default={})
     """Environment variables of every rank, mostly for the network. Jobs on one node omit NCCL_NET;
     jobs on GPUs have NCCL_DEBUG=WARN unless it is set here or where they are launched."""
-    cpu_lists: CpuLists = ()
+    cpu_lists: ListOf[Cpus] = ()
     """CPUs of local ranks 0, 1, .., near their devices, such as "48-55"."""
-    device_variable: Annotated[str, AfterValidator(lambda t: t and _check_variable(t))] = ""
+    device_variable: Annotated[str, _matching(f"({_VARIABLE})?", _NO_VARIABLE)] = ""
     """Variable to set to the local rank, such as ROCR_VISIBLE_DEVICES; each rank then sees only its
     own device."""
     scratch: Line = "/tmp"
@@ -327,13 +316,8 @@ def suggest(name: str, known: list[str]) -> str:
 def _read(name: str, folder: Path) -> tuple[str, str]:
     if name.endswith(".toml"):
         path = folder / name
-        try:
-            return str(path), read_file(path, SETTINGS_LIMIT_BYTES).decode()
-        except (OSError, UnicodeDecodeError) as error:
-            why = error.strerror if isinstance(error, OSError) else "it is not UTF-8 text"
-            raise ConfigError(
-                f"cannot read the cluster file {path}: {why}", suggest(name, cluster_names())
-            ) from None
+        hint = suggest(name, cluster_names())
+        return str(path), read_settings(path, "cluster file", hint)
     if name not in cluster_names():
         raise MachineError(
             f"no cluster named {name!r}",

@@ -26,13 +26,9 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import AfterValidator, Field, ValidationError, model_validator
 
-from trainyard.config.load import explain_problems, parse_toml
-from trainyard.config.section import Section
+from trainyard.config.load import explain_problems, parse_toml, read_settings
+from trainyard.config.section import ListOf, Section
 from trainyard.errors import ConfigError
-from trainyard.files import SETTINGS_LIMIT_BYTES, read_file
-
-Texts = Annotated[tuple[str, ...], Field(strict=False)]
-Shares = Annotated[tuple[float, ...], Field(strict=False)]
 
 
 def _check_key(key: str) -> str:
@@ -51,7 +47,7 @@ class Keep(Section):
     kind: Literal["keep"]
     field: Key
     """Dotted path of the metadata, such as meta.redpajama_set_name."""
-    values: Texts = Field(min_length=1)
+    values: ListOf[str] = Field(min_length=1)
     """Allowed values; documents with another value, or none, are dropped."""
 
 
@@ -97,7 +93,7 @@ class Quality(Section):
     """Minimum share of words that have a letter (Gopher)."""
     max_symbol_to_word_ratio: float = Field(default=0.1, ge=0)
     """Maximum number signs, or ellipses, per word (Gopher)."""
-    stop_words: Texts = ("the", "be", "to", "of", "and", "that", "have", "with")
+    stop_words: ListOf[str] = ("the", "be", "to", "of", "and", "that", "have", "with")
     """Words of which a document needs two (Gopher): English ones; empty: any language."""
     curly_brackets: bool = False
     """Keep documents with a curly bracket, as most source code has (C4 drops them)."""
@@ -119,9 +115,9 @@ class Quality(Section):
     """Maximum share of paragraphs, divided by empty lines, that repeat an earlier one (Gopher)."""
     max_repeated_paragraph_character_share: float = Field(default=0.2, ge=0, le=1)
     """Maximum share of characters in such paragraphs (Gopher)."""
-    max_top_n_gram_shares: Shares = (0.20, 0.18, 0.16)
+    max_top_n_gram_shares: ListOf[float] = (0.20, 0.18, 0.16)
     """Maximum share of characters in the most frequent 2, 3 and 4 words in a row (Gopher)."""
-    max_repeated_n_gram_shares: Shares = (0.15, 0.14, 0.13, 0.12, 0.11, 0.10)
+    max_repeated_n_gram_shares: ListOf[float] = (0.15, 0.14, 0.13, 0.12, 0.11, 0.10)
     """Maximum share of characters in 5, 6, .. 10 words in a row that occurred before (Gopher)."""
 
 
@@ -155,7 +151,7 @@ Step = Annotated[DocumentStep | Deduplicate | NearDeduplicate, Field(discriminat
 class Corpus(Section):
     """What to tokenize, and how: every setting that affects the bytes of the token files."""
 
-    inputs: Texts = ()
+    inputs: ListOf[str] = ()
     """Files, folders and globs, in document order."""
     output: str = ""
     """Path prefix of the token files."""
@@ -174,7 +170,7 @@ class Corpus(Section):
     """Input files per pair of token files, output_00, output_01, ..; 0: one pair for all."""
     count_by: Key = ""
     """Dotted path of the metadata to count documents by; empty: no counts."""
-    steps: Annotated[tuple[Step, ...], Field(strict=False)] = ()
+    steps: ListOf[Step] = ()
     """Steps applied to documents before tokenization."""
 
     @model_validator(mode="after")
@@ -226,13 +222,12 @@ def load_corpus(path: Path | None, given: dict[str, Any]) -> Corpus:
     origins = dict.fromkeys(given, "command line")
     values: dict[str, Any] = {}
     if path is not None:
-        values = _read(path)
+        values = parse_toml(read_settings(path, "data file"), str(path))
         origins = {**dict.fromkeys(values, str(path)), **origins}
     try:
-        corpus = Corpus.model_validate({**values, **given})
+        return Corpus.model_validate({**values, **given})
     except ValidationError as error:
         raise explain_problems(error, Corpus, origins, str(path or "command line")) from None
-    return corpus
 
 
 def check_complete(corpus: Corpus) -> None:
@@ -241,27 +236,16 @@ def check_complete(corpus: Corpus) -> None:
     Raises:
         ConfigError: names what is missing.
     """
-    missing = [name for name in ("inputs", "output") if not getattr(corpus, name)]
-    if missing:
-        hints = {
-            "inputs": "name at least one file, folder or glob",
-            "output": "pass -o, such as -o data/web",
-        }
-        raise ConfigError(f"no {missing[0]} given", hints[missing[0]])
+    if not corpus.inputs:
+        raise ConfigError("no inputs given", "name at least one file, folder or glob")
+    if not corpus.output:
+        raise ConfigError("no output given", "pass -o, such as -o data/web")
     if not re.fullmatch(r"(?!~)(.*/)?[^/]*[^/.][^/]*", corpus.output, re.DOTALL):
         raise ConfigError(
             f"output={corpus.output!r} is not the prefix of a file",
             "end it in a name, such as data/web for data/web_text_document.bin; "
             "~ stands for a home folder only in a shell, unquoted",
         )
-
-
-def _read(path: Path) -> dict[str, Any]:
-    try:
-        text = read_file(path, SETTINGS_LIMIT_BYTES).decode()
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"cannot read the data file {path}: {error}") from None
-    return parse_toml(text, str(path))
 
 
 def output_prefixes(corpus: Corpus, n_outputs: int) -> list[str]:

@@ -36,18 +36,21 @@ def set_fields(text: str, values: Mapping[str, Any], name: str) -> str:
     Raises:
         ConfigError: the text writes a field in a way that cannot be changed safely.
     """
-    lines = text.splitlines()
+    lines, wanted = text.splitlines(), tomllib.loads(text)
     for field, value in values.items():
-        section, _, name_in_it = field.partition(".")
-        _set_field(lines, section, name_in_it, json.dumps(value))
+        section, _, key = field.partition(".")
+        _set_field(lines, section, key, json.dumps(value))
+        wanted.setdefault(section, {})[key] = value
     changed = "\n".join(lines) + "\n"
-    if not _says(changed, text, values):
-        wanted = ", ".join(f"{field}={json.dumps(value)}" for field, value in values.items())
-        raise ConfigError(
-            f"{name} is not written as [section] and field = value, and is left as it is",
-            f"set these by hand: {wanted}",
-        )
-    return changed
+    try:
+        if tomllib.loads(changed) == wanted:
+            return changed
+    except tomllib.TOMLDecodeError:
+        pass
+    raise ConfigError(
+        f"{name} is not written as [section] and field = value, and is left as it is",
+        f"set these by hand: {', '.join(f'{k}={json.dumps(v)}' for k, v in values.items())}",
+    )
 
 
 def _set_field(lines: list[str], section: str, field: str, value: str) -> None:
@@ -80,18 +83,3 @@ def _change(lines: list[str], where: range, field: str, value: str) -> bool:
             lines[number] = f"{found[1]}{value}{found[2]}"
             return True
     return False
-
-
-def _says(changed: str, text: str, values: Mapping[str, Any]) -> bool:
-    """Whether the new text has the same values as the old one, except for the changes."""
-    wanted = tomllib.loads(text)
-    for field, value in values.items():
-        section, _, name = field.partition(".")
-        table = wanted.setdefault(section, {})
-        if not isinstance(table, dict):
-            return False
-        table[name] = value
-    try:
-        return tomllib.loads(changed) == wanted
-    except tomllib.TOMLDecodeError:
-        return False

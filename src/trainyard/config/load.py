@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from functools import cache
 from importlib import resources
 from pathlib import Path
-from typing import Annotated, Any, get_args
+from typing import Annotated, Any, get_args, get_origin
 
 import tomli_w
 from pydantic import AfterValidator, BaseModel, BeforeValidator, TypeAdapter, ValidationError
@@ -153,9 +153,9 @@ def all_fields(section: type[BaseModel] = Run) -> list[str]:
 def walk_fields(kind: type[BaseModel], prefix: str = "") -> Iterator[tuple[str, Any, str]]:
     """Yields every dotted field name, with its section and its name there."""
     for name, info in kind.model_fields.items():
-        inner = _section_of(info.annotation)
-        if inner:
-            yield from walk_fields(inner, f"{prefix}{name}.")
+        inner = _sections_in(info.annotation)
+        if inner and get_origin(info.annotation) is not tuple:
+            yield from walk_fields(inner[0], f"{prefix}{name}.")
         else:
             yield prefix + name, kind, name
 
@@ -184,14 +184,28 @@ def _read(source: str, folder: Path) -> tuple[str, dict[str, Any], Path]:
             return source, _read_preset(source), folder
         path = begun[0]
     try:
-        text = read_file(path, SETTINGS_LIMIT_BYTES).decode()
-    except FileNotFoundError:
+        text = read_settings(path, "run file")
+    except ConfigError as error:
+        if not isinstance(error.__cause__, FileNotFoundError):
+            raise
         raise ConfigError(f"no run file {path}", _closest(source, preset_names())) from None
-    except (OSError, UnicodeDecodeError) as error:
-        problem = error.strerror if isinstance(error, OSError) else error
-        hint = "" if isinstance(error, OSError) else "save it as UTF-8 text"
-        raise ConfigError(f"cannot read {path}: {problem}", hint) from None
     return str(path), parse_toml(text, str(path)), path.parent
+
+
+def read_settings(path: Path, kind: str, hint: str = "") -> str:
+    """Reads the text of a settings file, such as a "run file".
+
+    Raises:
+        ConfigError: it cannot be read.
+    """
+    try:
+        return read_file(path, SETTINGS_LIMIT_BYTES).decode()
+    except UnicodeDecodeError as error:
+        raise ConfigError(
+            f"cannot read the {kind} {path}: {error}", "save it as UTF-8 text"
+        ) from error
+    except OSError as error:
+        raise ConfigError(f"cannot read the {kind} {path}: {error.strerror}", hint) from error
 
 
 def _read_preset(name: str) -> dict[str, Any]:
@@ -383,58 +397,44 @@ _ELSEWHERE = {
 
 
 def _suggest_field(field: str, model: type[BaseModel]) -> str:
-    """Suggests the closest existing field, first in the same section, then anywhere."""
+    """Suggests the closest existing field: another trainer's, in the same section, anywhere."""
     if field == "extends":
         return "set it at the top of a run file, not on the command line"
-    parent, _, name = field.rpartition(".")
-    neighbours = _names_in(parent, model)
-    if model is Run and not parent:
+    *parents, name = field.split(".")
+    neighbours = _neighbours(parents, model)
+    if model is Run and not parents:
         neighbours.append("extends")
     known = all_fields(model)
-    if model is Run and name in _ELSEWHERE:
-        return f"did you mean '{_ELSEWHERE[name]}'?"
     close = difflib.get_close_matches(name, neighbours, n=1)
-    if close:
-        return f"did you mean '{close[0]}'?"
-    elsewhere = [full for full in known if full.rpartition(".")[2] == name]
-    elsewhere += difflib.get_close_matches(field, known, n=1)
-    if elsewhere:
-        return f"did you mean '{elsewhere[0]}'?"
-    return f"known here: {', '.join(neighbours)}"
+    if model is Run and name in _ELSEWHERE:
+        close = [_ELSEWHERE[name]]
+    close += [full for full in known if full.rpartition(".")[2] == name]
+    close += difflib.get_close_matches(field, known, n=1)
+    return f"did you mean '{close[0]}'?" if close else f"known here: {', '.join(neighbours)}"
 
 
-def _names_in(parent: str, section: type[BaseModel]) -> list[str]:
-    """Lists the fields of a section; a list item is a number and, if it has one, a kind."""
-    parts = list(filter(None, parent.split(".")))
-    while parts:
-        info = section.model_fields.get(parts.pop(0))
-        if info is None:
-            return []
-        if parts and parts[0].isdigit():
-            kind = parts[1] if len(parts) > 1 else ""
-            inner = _section_of_kind(info.annotation, kind)
-            parts = parts[2:]
-        else:
-            inner = _section_of(info.annotation)
-        if inner is None:
-            return []
-        section = inner
-    return list(section.model_fields)
+def _neighbours(parents: list[str], model: type[BaseModel]) -> list[str]:
+    """Lists the fields of a section; a step of a list is named by its number and its kind."""
+    sections = [model]
+    for part in parents:
+        if part.isdigit():
+            continue
+        infos = [section.model_fields.get(part) for section in sections]
+        inner = [each for info in infos if info for each in _sections_in(info.annotation)]
+        sections = inner or [section for section in sections if _kind_of(section) == part]
+    return list(sections[0].model_fields) if sections else []
 
 
-def _section_of_kind(annotation: Any, kind: str) -> type[BaseModel] | None:
-    """Returns the section class with this `kind`, among those of an annotation."""
+def _sections_in(annotation: Any) -> list[type[BaseModel]]:
+    """Lists the section classes in an annotation such as `Model` or `BatchRamp | None`."""
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):
-        field = annotation.model_fields.get("kind")
-        return annotation if field and get_args(field.annotation) == (kind,) else None
-    found = (_section_of_kind(inner, kind) for inner in get_args(annotation))
-    return next((section for section in found if section), None)
+        return [annotation]
+    return [section for inner in get_args(annotation) for section in _sections_in(inner)]
 
 
-def _section_of(annotation: Any) -> type[BaseModel] | None:
-    """Returns the section class in an annotation such as `Model` or `BatchRamp | None`."""
-    candidates = [annotation, *getattr(annotation, "__args__", ())]
-    return next((c for c in candidates if isinstance(c, type) and issubclass(c, BaseModel)), None)
+def _kind_of(section: type[BaseModel]) -> str:
+    kind = section.model_fields.get("kind")
+    return str(get_args(kind.annotation)[0]) if kind else ""
 
 
 def _closest(name: str, known: list[str]) -> str:

@@ -72,7 +72,7 @@ class Stored:
     gradient: DType = FP32
     """Once complete; if not the weight's format, backward passes leave it in that one."""
     states: Mapping[str, DType] = field(default_factory=dict)
-    """Of the optimizer, by name."""
+    """States of the optimizer, by name."""
 
     @property
     def converts_gradient(self) -> bool:
@@ -93,16 +93,16 @@ class Formats:
     """What a precision computes, sends and keeps."""
 
     compute: DType
-    """Of activations, of weights of blocks when gathered, and of matmuls but those below."""
+    """Format of activations, of gathered weights of blocks, and of matmuls but those below."""
     block_matmuls: DType
-    """Of the large matmuls of blocks."""
+    """Format of the large matmuls of blocks."""
     rounding: float
     """Largest relative difference between layouts that another summation order explains, in three
     steps of a small run (decisions 013, 017, 018)."""
     scales_loss: bool = False
     """Whether gradients underflow without loss scaling."""
     reduced: DType = FP32
-    """Of gradients of blocks, when data-parallel ranks sum them."""
+    """Format in which data-parallel ranks sum gradients of blocks."""
     matrices: Stored = Stored()
     """Matrices of blocks; of the optimizer's states, those not in fp32."""
     vectors: Stored = Stored()
@@ -154,10 +154,10 @@ def stored(
     """Returns the formats of a parameter.
 
     Args:
-        kind: of precision.
-        optimizer: of the run.
+        kind: the precision.
+        optimizer: the optimizer of the run.
         in_block: whether it belongs to a block.
-        n_dimensions: of the parameter.
+        n_dimensions: dimensions of the parameter.
     """
     formats, low = FORMATS[kind], Stored()
     is_matrix = in_block and n_dimensions > 1

@@ -3,7 +3,7 @@
     model.n_heads=12 must be divisible by parallel.tensor=8 x parallel.context=1: a rank has whole
     heads; nearest that works: parallel.tensor=6
 
-Rules that need the number of ranks are in `planning/layout.py`.
+Rules that need the number of ranks are in `layout/ranks.py`.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ from trainyard.config.run import (
     default_zero_stage,
 )
 from trainyard.config.secrets import secret_problems
+from trainyard.config.section import as_toml
 
 Changes = dict[str, Any]
 """New values by dotted field, applied together."""
@@ -126,7 +127,7 @@ def change(section: _Section, changes: Changes) -> _Section:
 
 def describe(run: Run, changes: Changes, joint: str = " with ") -> str:
     """Formats the differences as overrides: "parallel.tensor=4"."""
-    return joint.join(f"{f}={_as_toml(value)}" for f, value in differences(run, changes).items())
+    return joint.join(f"{f}={as_toml(value)}" for f, value in differences(run, changes).items())
 
 
 def differences(run: Run, changes: Changes) -> Changes:
@@ -140,12 +141,6 @@ def differences(run: Run, changes: Changes) -> Changes:
     stage, pipeline = changes.get("parallel.zero_stage"), new.get("parallel.pipeline")
     implied = default_zero_stage(pipeline) if pipeline and stage is not None else stage
     return new if stage == implied else new | {"parallel.zero_stage": stage}
-
-
-def _as_toml(value: Any) -> str:
-    return (
-        "none" if value is None else f'"{value}"' if isinstance(value, str) else str(value).lower()
-    )
 
 
 def divisors(number: int) -> list[int]:

@@ -1,7 +1,7 @@
 """Every option of a run: the fields of `run.toml`, with type, range and meaning.
 
 The docstring of each field is its documentation: `trainyard show --fields` prints it.
-Derived values (data-parallel size, padded vocabulary, steps) are in `planning.resolve`.
+Derived values (data-parallel size, padded vocabulary, steps) are in `layout.resolve`.
 """
 
 from __future__ import annotations
@@ -17,10 +17,9 @@ from trainyard import units
 from trainyard.config.precisions import Precision, Stored, stored
 from trainyard.config.section import (
     Length,
+    ListOf,
     Name,
     NoneByName,
-    Numbers,
-    Prefixes,
     QueryKeyNorm,
     Rate,
     RotaryScaling,
@@ -135,11 +134,11 @@ class Model(Section):
 class Blend(Section):
     """Token files to sample from, and their weights."""
 
-    prefixes: Prefixes = ()
+    prefixes: ListOf[str] = ()
     """Paths of token files without `.bin`/`.idx`, or patterns: `data/web_*_text_document[:-2]`."""
-    weights: Numbers = ()
+    weights: ListOf[float] = ()
     """Relative weight of each entry, which files of a pattern share by size; empty: all by size."""
-    patterns: Prefixes = ()
+    patterns: ListOf[str] = ()
     """In a run folder: the patterns that `prefixes` were found with. Leave it empty."""
 
     @model_validator(mode="after")
@@ -299,6 +298,21 @@ class Parallel(Section):
     """Activations that the backward pass recomputes instead of storing."""
 
     @property
+    def shards_state(self) -> bool:
+        """Whether each data-parallel rank keeps its part of the optimizer's state alone."""
+        return self.zero_stage >= 1
+
+    @property
+    def shards_gradients(self) -> bool:
+        """Whether it keeps its part of the gradients alone, too."""
+        return self.zero_stage >= 2
+
+    @property
+    def shards_weights(self) -> bool:
+        """Whether it keeps its part of the weights alone, too, and gathers others for each use."""
+        return self.zero_stage == 3
+
+    @property
     def gathers_again(self) -> bool:
         """Whether the backward pass gathers tokens again (`sequence`) instead of keeping them.
 
@@ -331,7 +345,7 @@ class Evaluate(Section):
     """Global batches per evaluation, and of the test split at the end; 0: no evaluation."""
     sample_interval: int = Field(default=0, ge=0)
     """Steps between text samples; 0: no samples."""
-    sample_prompts: Annotated[tuple[str, ...], Field(strict=False)] = ("The",)
+    sample_prompts: ListOf[str] = ("The",)
     """Prompts of the samples."""
     sample_tokens: int = Field(default=64, ge=1)
     """Tokens per sample."""

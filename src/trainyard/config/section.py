@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import ast
 import inspect
+import json
 import textwrap
 from functools import cache
 from itertools import pairwise
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Any, Literal, Self, TypeVar
 
 from pydantic import (
     BaseModel,
@@ -22,6 +23,8 @@ from pydantic import (
 
 from trainyard import units
 
+_Item = TypeVar("_Item")
+
 
 def _check_split(value: object) -> object:
     """Converts a number to text: on the command line, a single share parses as a number."""
@@ -33,8 +36,8 @@ def _check_split(value: object) -> object:
 
 Length = Annotated[units.Length, BeforeValidator(units.parse_length), PlainSerializer(str)]
 Shares = Annotated[str, BeforeValidator(_check_split)]
-Prefixes = Annotated[tuple[str, ...], Field(strict=False)]
-Numbers = Annotated[tuple[float, ...], Field(strict=False)]
+ListOf = Annotated[tuple[_Item, ...], Field(strict=False)]
+"""A list in a file, a tuple here."""
 Rate = Annotated[float, Field(ge=0, lt=1)]
 NoneByName = BeforeValidator(lambda value: None if value == "none" else value)
 _BY_TRUTH = BeforeValidator(
@@ -42,6 +45,20 @@ _BY_TRUTH = BeforeValidator(
 )
 QueryKeyNorm = Annotated[Literal["none", "head", "all"], _BY_TRUTH]
 Name = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$", max_length=100)]
+
+
+def as_toml(value: Any) -> str:
+    """Formats a value as in a run file; shortens long lists to their first entry."""
+    if isinstance(value, tuple):
+        shown = [as_toml(entry) for entry in value]
+        if len(shown) > 3:
+            shown = [shown[0], f"... {len(shown) - 1} more"]
+        return f"[{', '.join(shown)}]"
+    if isinstance(value, units.Length):
+        return f'"{value}"'
+    if value is None:
+        return "none"
+    return "inf" if value == float("inf") else json.dumps(value)
 
 
 class Section(BaseModel):

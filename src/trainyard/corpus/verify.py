@@ -17,12 +17,12 @@ without a record.
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import os
 from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -67,10 +67,9 @@ class DataReport:
 
 @dataclass(frozen=True)
 class Span:
-    """Bytes of an open file that are read together, and their expected checksum."""
+    """Bytes of a file that are read together, and their expected checksum."""
 
     path: Path
-    file_descriptor: int
     first: int
     n_bytes: int
     sha256: str | None
@@ -124,36 +123,42 @@ class BlockChecker:
         checksum = hashlib.sha256()
         dataset = self.dataset if span.path.suffix == ".bin" else None
         itemsize = dataset.dtype.itemsize if dataset is not None else 1
-        for start in range(span.first, span.end, _PIECE_BYTES):
-            n_bytes = min(_PIECE_BYTES, span.end - start)
-            try:  # a block may end within an id, so the rest of that id is read too
-                data = os.pread(span.file_descriptor, n_bytes + itemsize - 1, start)
-            except OSError as error:
-                errors.error = error.strerror or str(error)
-                return errors
-            if len(data) < n_bytes:
-                errors.error = "truncated while being read"
-                return errors
-            if span.sha256 is not None:
-                checksum.update(memoryview(data)[:n_bytes])
-            if dataset is not None:
-                first = -(-start // itemsize)
-                last = min(-(-(start + n_bytes) // itemsize), dataset.n_tokens)
-                if first < last:
-                    skipped = first * itemsize - start
-                    ids = np.frombuffer(data, dataset.dtype, last - first, skipped)
-                    errors.bad_ids.add(self._check_ids(ids, first))
-                    errors.bad_ends.add(self._check_ends(dataset, ids, first))
+        try:
+            with open_file(span.path) as file:
+                for start in range(span.first, span.end, _PIECE_BYTES):
+                    n_bytes = min(_PIECE_BYTES, span.end - start)
+                    # A block may end within an id, so the rest of that id is read too.
+                    data = os.pread(file.fileno(), n_bytes + itemsize - 1, start)
+                    if len(data) < n_bytes:
+                        raise OSError(errno.EIO, "truncated while being read")
+                    if span.sha256 is not None:
+                        checksum.update(memoryview(data)[:n_bytes])
+                    if dataset is not None:
+                        self._check_tokens(dataset, data, start, n_bytes, errors)
+        except OSError as error:
+            errors.error = error.strerror or str(error)
+            return errors
         errors.differs = span.sha256 is not None and checksum.hexdigest() != span.sha256
         return errors
+
+    def _check_tokens(
+        self, dataset: IndexedDataset, data: bytes, start: int, n_bytes: int, errors: BlockErrors
+    ) -> None:
+        """Checks the ids whose first byte is among the first `n_bytes` of `data`."""
+        itemsize = dataset.dtype.itemsize
+        first = -(-start // itemsize)
+        last = min(-(-(start + n_bytes) // itemsize), dataset.n_tokens)
+        if first < last:
+            ids = np.frombuffer(data, dataset.dtype, last - first, first * itemsize - start)
+            errors.bad_ids.add(self._check_ids(ids, first))
+            errors.bad_ends.add(self._check_ends(dataset, ids, first))
 
     def _check_ids(self, ids: Array, first: int) -> BadTokens:
         limit = self.vocabulary_size
         if (limit is None or ids.max() < limit) and (ids.dtype.kind == "u" or ids.min() >= 0):
             return BadTokens()
-        bad = ids < 0 if limit is None else (ids < 0) | (ids >= limit)
-        at = int(np.argmax(bad))
-        return BadTokens(int(np.count_nonzero(bad)), (first + at, int(ids[at])))
+        is_bad = ids < 0 if limit is None else (ids < 0) | (ids >= limit)
+        return _count_bad(is_bad, ids, lambda at: first + at)
 
     def _check_ends(self, dataset: IndexedDataset, ids: Array, first: int) -> BadTokens:
         """Checks the last id of each document that ends within `ids`, the tokens from `first`."""
@@ -170,12 +175,14 @@ class BlockChecker:
         # Empty documents share their end with the one before them, which is the first at that end.
         ends, where = np.unique(starts[entries[begin:end] - low], return_index=True)
         last_ids = ids[ends - 1 - first]
-        bad = last_ids != self.eod_id
-        if not bad.any():
-            return BadTokens()
-        at = int(np.argmax(bad))
-        place = (begin + int(where[at]) - 1, int(last_ids[at]))
-        return BadTokens(int(np.count_nonzero(bad)), place)
+        return _count_bad(last_ids != self.eod_id, last_ids, lambda at: begin + int(where[at]) - 1)
+
+
+def _count_bad(is_bad: Array, ids: Array, locate: Callable[[int], int]) -> BadTokens:
+    if not is_bad.any():
+        return BadTokens()
+    at = int(np.argmax(is_bad))
+    return BadTokens(int(np.count_nonzero(is_bad)), (locate(at), int(ids[at])))
 
 
 def check_data(
@@ -203,9 +210,8 @@ def check_data(
         made_by.vocabulary_size if made_by is not None else None,
         record.tokenizer.eod_id if record is not None and record.append_eod else None,
     )
-    with ExitStack() as stack:
-        spans = list(_open_spans(prefix, record, stack, problems))
-        _check_spans(spans, checker, problems, progress)
+    spans = list(_list_spans(prefix, record, problems))
+    _check_spans(spans, checker, problems, progress)
     hint = "copy .bin, .idx and .json again from where they were made, or prepare the data again"
     refuse_problems(prefix, list(dict.fromkeys(problems)), DataError, hint)
     assert dataset is not None, "a missing data set is a problem"
@@ -282,9 +288,11 @@ def _check_record(
         problems.append(error.problem)
         return
     for name in ("vocabulary_size", "eod_id"):
-        said, value = getattr(made_by, name), getattr(tokenizer, name)
-        if said != value:
-            problems.append(f"{path}: {name} is {said}, the tokenizer {tokenizer.name} has {value}")
+        recorded, value = getattr(made_by, name), getattr(tokenizer, name)
+        if recorded != value:
+            problems.append(
+                f"{path}: {name} is {recorded}, the tokenizer {tokenizer.name} has {value}"
+            )
 
 
 def _count_empty_documents(dataset: IndexedDataset) -> int:
@@ -293,15 +301,13 @@ def _count_empty_documents(dataset: IndexedDataset) -> int:
     return sum(int(np.count_nonzero(np.diff(slab) == 0)) for slab in slabs)
 
 
-def _open_spans(
-    prefix: str, record: Sidecar | None, stack: ExitStack, problems: list[str]
-) -> Iterator[Span]:
-    """Opens both files and cuts them as the record does; they stay open as long as `stack`."""
+def _list_spans(prefix: str, record: Sidecar | None, problems: list[str]) -> Iterator[Span]:
+    """Divides both files as the record does."""
     files = (None, None) if record is None else (record.bin, record.idx)
     for path, written in zip(token_paths(prefix), files, strict=True):
         try:
-            file_descriptor = stack.enter_context(open_file(path)).fileno()
-            size_bytes = os.fstat(file_descriptor).st_size
+            with open_file(path) as file:
+                size_bytes = os.fstat(file.fileno()).st_size
         except OSError as error:
             problems.append(f"{path}: {error.strerror}")
             continue
@@ -320,11 +326,11 @@ def _open_spans(
         for block in blocks:
             if first + block.n_bytes > size_bytes:
                 break
-            yield Span(path, file_descriptor, first, block.n_bytes, block.sha256)
+            yield Span(path, first, block.n_bytes, block.sha256)
             first += block.n_bytes
         for start in range(first, size_bytes, BLOCK_BYTES):  # no whole block covers these
             n_bytes = min(BLOCK_BYTES, size_bytes - start)
-            yield Span(path, file_descriptor, start, n_bytes, None)
+            yield Span(path, start, n_bytes, None)
 
 
 def _check_spans(

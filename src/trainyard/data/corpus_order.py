@@ -43,19 +43,10 @@ class SequenceSettings:
     Attributes:
         sequence_length: tokens a model sees at once, T.
         seed: of both shuffles; the same for every corpus and split.
-        extra_token: a sequence holds T + 1 tokens, so that every one of T has a label.
-        drop_last_partial: leave out tokens too few for a last validation sequence.
     """
 
     sequence_length: int
     seed: int
-    extra_token: bool = True
-    drop_last_partial: bool = True
-
-    @property
-    def row_tokens(self) -> int:
-        """Tokens of one sequence as read."""
-        return self.sequence_length + self.extra_token
 
 
 @dataclass(frozen=True)
@@ -69,21 +60,16 @@ class EpochPlan:
     n_full_epoch_sequences: int
 
 
-def plan_corpus(
-    epoch_tokens: int, asked: int | None, settings: SequenceSettings, drop_last_partial: bool = True
-) -> EpochPlan:
+def plan_corpus(epoch_tokens: int, asked: int | None, settings: SequenceSettings) -> EpochPlan:
     """Returns the number of epochs for the requested sequences; one if None."""
-    length, extra = settings.sequence_length, int(settings.extra_token)
-    n_epochs = 1 if asked is None else max(1, -(-(asked * length + extra) // epoch_tokens))
-    total = n_epochs * epoch_tokens - extra
-    n_before_last = (total - epoch_tokens) // length
+    length = settings.sequence_length
+    n_epochs = 1 if asked is None else max(1, -(-(asked * length + 1) // epoch_tokens))
+    n_sequences = (n_epochs * epoch_tokens - 1) // length
+    n_before_last = ((n_epochs - 1) * epoch_tokens - 1) // length
     apart = False
     if n_epochs > 1 and asked is not None:
-        per_epoch = (epoch_tokens - extra) // length
+        per_epoch = (epoch_tokens - 1) // length
         apart = asked - n_before_last < int(_FULL_LAST_EPOCH * per_epoch)
-    n_sequences = total // length
-    if not drop_last_partial:  # in single precision, because Megatron-LM's is
-        n_sequences = int(np.ceil(np.float32(total) / np.float32(length)))
     return EpochPlan(epoch_tokens, n_epochs, apart, n_sequences, n_before_last)
 
 
@@ -112,43 +98,31 @@ class CorpusOrder:
         """Counts the sequences."""
         return len(self.shuffle_index)
 
-    def n_real_tokens(self, indices: Array) -> NDArray[np.int64]:
-        """Counts the tokens of these sequences before their padding."""
-        row, _, n_tokens = self._pieces(indices)
-        return np.bincount(row, n_tokens, len(indices)).astype(np.int64)
-
     def sequences(self, indices: Array) -> NDArray[np.int64]:
-        """Reads these sequences; what a partial one lacks is 0."""
-        width = self.settings.row_tokens
-        row, start, n_tokens = self._pieces(indices)
+        """Reads these sequences: token ids, (len(indices), T + 1)."""
+        start, n_tokens = self._pieces(indices)
         flat = (start + n_tokens - n_tokens.cumsum()).repeat(n_tokens)
         flat += np.arange(len(flat))
-        tokens = self.dataset.stream[flat]
-        if len(tokens) == len(indices) * width:
-            full: NDArray[np.int64] = tokens.astype(np.int64).reshape(len(indices), width)
-            return full
-        real = np.bincount(row, n_tokens, len(indices))
-        rows = np.zeros((len(indices), width), np.int64)
-        rows[np.arange(width) < real[:, None]] = tokens
-        return rows
+        rows: NDArray[np.int64] = self.dataset.stream[flat].astype(np.int64)
+        return rows.reshape(len(indices), self.settings.sequence_length + 1)
 
-    def _pieces(self, indices: Array) -> tuple[Array, Array, Array]:
-        """Returns the stretches of documents that make up sequences: row, first token, tokens."""
+    def _pieces(self, indices: Array) -> tuple[Array, Array]:
+        """Returns the stretches of documents that make up sequences: first token and length."""
         entry = self.shuffle_index[indices].astype(np.int64)
         first_slot, first_offset = self.sequence_index[entry].T
         last_slot, last_offset = self.sequence_index[entry + 1].T
         n_pieces = last_slot - first_slot + 1
         ends = n_pieces.cumsum()
         first_piece = ends - n_pieces
-        row = np.arange(len(entry)).repeat(n_pieces)
-        slot = (first_slot - first_piece).repeat(n_pieces) + np.arange(len(row))
+        slot = (first_slot - first_piece).repeat(n_pieces)
+        slot += np.arange(len(slot))
         document = self.document_index[slot]
         n_tokens = self.dataset.sequence_lengths[document].astype(np.int64)
-        n_tokens[ends - 1] = last_offset + self.settings.extra_token
+        n_tokens[ends - 1] = last_offset + 1
         n_tokens[first_piece] -= first_offset
         start = self.dataset.sequence_pointers[document] // self.dataset.dtype.itemsize
         start[first_piece] += first_offset
-        return row, start, n_tokens
+        return start, n_tokens
 
 
 def build_corpus_order(
@@ -157,7 +131,6 @@ def build_corpus_order(
     asked: int | None,
     settings: SequenceSettings,
     cache: IndexCache,
-    drop_last_partial: bool = True,
 ) -> CorpusOrder:
     """Builds or loads the order of a range of documents of one corpus.
 
@@ -167,7 +140,6 @@ def build_corpus_order(
         asked: the least number of sequences needed; None makes one pass over the documents.
         settings: how they are cut and shuffled.
         cache: where the arrays are stored.
-        drop_last_partial: leave out a last sequence with too few tokens.
 
     Raises:
         DataError: there is no token, or not enough for one sequence.
@@ -177,12 +149,14 @@ def build_corpus_order(
     where = f"{dataset.prefix}: documents {documents.start} to {documents.stop} of {len(dataset)}"
     if epoch_tokens == 0:
         raise DataError(f"{where} hold no tokens", "give this split a larger share of the corpus")
-    plan = plan_corpus(epoch_tokens, asked, settings, drop_last_partial)
+    plan = plan_corpus(epoch_tokens, asked, settings)
     n_slots = plan.n_epochs * len(documents)
-    if plan.n_sequences < 1 or (n_slots > _LARGEST_INT32 and epoch_tokens < settings.row_tokens):
+    if plan.n_sequences < 1 or (
+        n_slots > _LARGEST_INT32 and epoch_tokens <= settings.sequence_length
+    ):
         raise DataError(
             f"{where} hold {epoch_tokens} tokens, too few for one sequence of "
-            f"{settings.row_tokens}",
+            f"{settings.sequence_length + 1}",
             "give this split a larger share of the corpus, add text, or shorten the sequence",
         )
     key = cache.key(
@@ -190,8 +164,9 @@ def build_corpus_order(
         tokens=[dataset.span.start, dataset.span.stop],
         documents=[documents.start, documents.stop],
         asked=asked,
-        drop_last_partial=drop_last_partial,
-        settings=asdict(settings),
+        # Options of Megatron-LM that Trainyard never changes; in the key, so caches stay valid.
+        drop_last_partial=True,
+        settings={**asdict(settings), "extra_token": True, "drop_last_partial": True},
     )
     arrays = _load_or_build(lengths, documents.start, plan, settings, cache, key)
     return CorpusOrder(dataset, settings, plan, arrays)
@@ -255,8 +230,7 @@ def sequence_index_slabs(
 ) -> Iterator[Array]:
     """Yields slot and offset of the beginning of every sequence, and of the end of the last.
 
-    Sequence k begins at token k * T of the stream. Its slot is that of the last token of the
-    sequence before it, so without an extra token it may be the end of a document.
+    Sequence k begins at token k * T of the stream.
 
     Args:
         lengths: tokens of every document.
@@ -264,8 +238,7 @@ def sequence_index_slabs(
         n_sequences: how many sequences to find.
         settings: how they are cut.
     """
-    length, extra = settings.sequence_length, int(settings.extra_token)
-    dtype = _index_dtype(len(slots))
+    length, dtype = settings.sequence_length, _index_dtype(len(slots))
     yield np.zeros((1, 2), dtype)
     n_tokens = n_found = 0
     for first in range(0, len(slots), _SLAB):
@@ -273,17 +246,14 @@ def sequence_index_slabs(
         ends = np.cumsum(in_slot, dtype=np.int64)
         ends += n_tokens
         n_tokens = int(ends[-1])
-        begun = np.clip((ends - extra) // length, n_found, n_sequences)
+        begun = np.clip((ends - 1) // length, n_found, n_sequences)
         in_slab = np.repeat(np.arange(len(ends)), np.diff(begun, prepend=n_found))
         begins = np.arange(n_found + 1, n_found + 1 + len(in_slab)) * length
         n_found += len(in_slab)
-        found = np.empty((len(in_slab), 2), dtype)
-        np.add(in_slab, first, out=found[:, 0], casting="same_kind")
-        np.subtract(begins, (ends - in_slot)[in_slab], out=found[:, 1], casting="same_kind")
-        yield found
-    if n_found < n_sequences:
-        last = [len(slots) - 1, int(lengths[slots[-1]]) - extra]
-        yield np.tile(np.array(last, dtype), (n_sequences - n_found, 1))
+        slab = np.empty((len(in_slab), 2), dtype)
+        np.add(in_slab, first, out=slab[:, 0], casting="same_kind")
+        np.subtract(begins, (ends - in_slot)[in_slab], out=slab[:, 1], casting="same_kind")
+        yield slab
 
 
 def _index_dtype(count: int) -> np.dtype[Any]:

@@ -2,14 +2,12 @@
 
 The key of an array is a hash of all its inputs. The data enters as the checksums of its two files,
 not as their names: a corpus may move, but a replacement is detected. `prepare` writes checksums
-next to the corpus, block by block, in `<prefix>.json`:
-
-    {"bin": {"blocks": [[10, "..."]]}, "idx": {"blocks": [[82, "..."]]}, ...}
+next to the corpus, block by block, in `<prefix>.json` (`sidecar.py`).
 
 They are trusted if the sizes match and the files did not change after the record. Otherwise both
 files are read once, in the same blocks, for the same checksums; the cache folder keeps the result
 until a file's size, time of change or inode changes. Ranks that start together share this work
-(`training/worker.py`).
+(`training/context.py`).
 
 What is stored here is never trusted either: a stored array ends with the SHA-256 of its name and
 values, a remembered result contains its own. A damaged file is made anew.
@@ -26,16 +24,16 @@ import secrets
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from itertools import accumulate
+from itertools import accumulate, pairwise
 from pathlib import Path
 from typing import IO, Any
 
-import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
 from trainyard.data.indexed import map_array, token_paths
-from trainyard.errors import SPACE, MachineError
+from trainyard.data.sidecar import Sidecar, load_sidecar
+from trainyard.errors import SPACE, DataError, MachineError
 from trainyard.files import (
     BLOCK_BYTES,
     BlockChecksum,
@@ -80,24 +78,24 @@ class Unread:
     """What then remembers it."""
     paths: tuple[Path, Path]
     states: list[list[int]]
-    """Of both files: size, time of change and inode, and the sizes of recorded blocks."""
+    """For each file its size, time of change and inode, and the sizes of recorded blocks."""
     blocks: list[FileBlock]
 
 
 class IndexCache:
-    """Arrays by name in a folder, memory-mapped; without a folder, arrays in memory.
+    """Arrays by name in a folder, memory-mapped.
 
     Args:
-        folder: of the arrays; None for none.
-        checks: whether to read stored arrays whole and compare their checksums. Of ranks that see
-            the same files, one checks them.
+        folder: where the arrays are.
+        checks: whether to read stored arrays whole and compare their checksums. One of the ranks
+            that see the same files does.
 
     Attributes:
-        loaded: of each array that was loaded or saved, by name: the size, time of change and inode
-            of its file, and its checksum in hexadecimal.
+        loaded: the size, time of change and inode of the file of each array that was loaded or
+            saved, by name, and its checksum in hexadecimal.
     """
 
-    def __init__(self, folder: Path | None, *, checks: bool = True) -> None:
+    def __init__(self, folder: Path, *, checks: bool = True) -> None:
         self.folder = folder
         self.checks = checks
         self.loaded: dict[str, tuple[list[int], str]] = {}
@@ -109,7 +107,7 @@ class IndexCache:
 
     def load(self, name: str, shape: tuple[int, ...], dtype: np.dtype[Any]) -> Array | None:
         """Maps a stored array; None if it is not there, or damaged."""
-        return None if self.folder is None else self._load(name, shape, dtype, checks=self.checks)
+        return self._load(name, shape, dtype, checks=self.checks)
 
     def save(
         self, name: str, shape: tuple[int, ...], dtype: np.dtype[Any], slabs: Iterable[Array]
@@ -119,8 +117,6 @@ class IndexCache:
         Raises:
             MachineError: the disk is full or the folder cannot be written.
         """
-        if self.folder is None:
-            return np.concatenate([slab.astype(dtype, copy=False) for slab in slabs])
         path, digest = self.folder / f"{name}.npy", hashlib.sha256(name.encode())
         header = {"descr": dtype.str, "fortran_order": False, "shape": shape}
         with _replacing(path) as file:
@@ -137,15 +133,14 @@ class IndexCache:
     def _load(
         self, name: str, shape: tuple[int, ...], dtype: np.dtype[Any], *, checks: bool
     ) -> Array | None:
-        assert self.folder is not None
         path = self.folder / f"{name}.npy"
         try:
             with open_file(path) as file:
                 version = np.lib.format.read_magic(file)
-                found = np.lib.format.read_array_header_1_0(file) if version == (1, 0) else None
+                header = np.lib.format.read_array_header_1_0(file) if version == (1, 0) else None
                 offset, n_bytes = file.tell(), math.prod(shape) * dtype.itemsize
                 state = _state(os.fstat(file.fileno()))
-                if found != (shape, False, dtype) or state[0] != offset + n_bytes + _DIGEST_BYTES:
+                if header != (shape, False, dtype) or state[0] != offset + n_bytes + _DIGEST_BYTES:
                     return None
                 file.seek(-_DIGEST_BYTES, os.SEEK_END)
                 digest = file.read(_DIGEST_BYTES)
@@ -159,21 +154,17 @@ class IndexCache:
         return map_array(path, dtype, shape, offset)
 
     def fingerprint(self, prefix: str) -> str:
-        """Hashes the content of token files: of both, every byte.
-
-        Without a folder nothing is stored, so nothing is read either.
-        """
-        if self.folder is None:
-            return ""
-        known = self._look_up(prefix, self.folder)
-        if isinstance(known, Unread):
-            known = self.remember(known, [block.read_digest() for block in known.blocks])
-        return hashlib.sha256(json.dumps(known).encode()).hexdigest()
+        """Hashes the content of token files: of both, every byte."""
+        checksums = self._look_up(prefix)
+        if isinstance(checksums, Unread):
+            digests = [block.read_digest() for block in checksums.blocks]
+            checksums = self.remember(checksums, digests)
+        return hashlib.sha256(json.dumps(checksums).encode()).hexdigest()
 
     def find_unread(self, prefix: str) -> Unread | None:
         """Finds out whether token files must be read for their fingerprint; None if not."""
-        known = None if self.folder is None else self._look_up(prefix, self.folder)
-        return known if isinstance(known, Unread) else None
+        unread = self._look_up(prefix)
+        return unread if isinstance(unread, Unread) else None
 
     def remember(self, unread: Unread, digests: Sequence[bytes]) -> list[str]:
         """Stores block checksums from reading; returns the checksums of both files.
@@ -184,32 +175,33 @@ class IndexCache:
         blocks: dict[Path, list[BlockChecksum]] = {path: [] for path in unread.paths}
         for block, digest in zip(unread.blocks, digests, strict=True):
             blocks[block.path].append(BlockChecksum(block.n_bytes, digest.hex()))
-        checksums = [FileRecord(each).sha256 for each in blocks.values()]
+        checksums = [FileRecord(of_file).sha256 for of_file in blocks.values()]
         content = {"states": unread.states, "sha256": checksums}
         with _replacing(unread.memory) as file:
             file.write(seal(json.dumps(content).encode()))
         return checksums
 
-    def _look_up(self, prefix: str, folder: Path) -> list[str] | Unread:
+    def _look_up(self, prefix: str) -> list[str] | Unread:
         """Returns the checksums of both files, or what must be read for them."""
         record = _load_record(prefix)
         if record is not None and _is_older(prefix):
-            return [file.sha256 for file in record.files]
+            return [record.bin.sha256, record.idx.sha256]
         paths = token_paths(prefix)
-        files = (None, None) if record is None else record.files
-        sizes = [[] if file is None else [block.n_bytes for block in file.blocks] for file in files]
+        sizes: list[list[int]] = [[], []]
+        if record is not None:
+            sizes = [[block.n_bytes for block in file.blocks] for file in (record.bin, record.idx)]
         states = [[*_state(path.stat()), *cut] for path, cut in zip(paths, sizes, strict=True)]
         name = hashlib.sha256(os.path.realpath(prefix).encode()).hexdigest()[:32]
-        memory = folder / f"content-{name}.json"
+        memory = self.folder / f"content-{name}.json"
         with suppress(OSError, ValueError):
             remembered = json.loads(unseal(read_file(memory)))
             if remembered["states"] == states:
                 return [str(checksum) for checksum in remembered["sha256"]]
-        blocks = [
-            FileBlock(path, end - n_bytes, n_bytes)
-            for path, cut, state in zip(paths, sizes, states, strict=True)
-            for n_bytes, end in _with_ends(cut or _equal_blocks(state[0]))
-        ]
+        blocks = []
+        for path, cut, (size_bytes, *_) in zip(paths, sizes, states, strict=True):
+            starts = [0, *accumulate(cut[:-1])] if cut else range(0, size_bytes, BLOCK_BYTES)
+            for first, end in pairwise([*starts, size_bytes]):
+                blocks.append(FileBlock(path, first, end - first))
         return Unread(memory, paths, states, blocks)
 
 
@@ -218,31 +210,18 @@ def describe_contents(prefix: str) -> str:
     record = _load_record(prefix)
     if record is None:
         return str([path.stat().st_size for path in token_paths(prefix)])
-    return str([file.sha256 for file in record.files])
+    return str([record.bin.sha256, record.idx.sha256])
 
 
-class _Record(msgspec.Struct):
-    """The part of `<prefix>.json` that is needed here."""
-
-    bin: FileRecord
-    idx: FileRecord
-
-    @property
-    def files(self) -> tuple[FileRecord, FileRecord]:
-        return self.bin, self.idx
-
-
-def _load_record(prefix: str) -> _Record | None:
-    """Reads the checksums that `prepare` wrote, if there are any and the sizes are right."""
+def _load_record(prefix: str) -> Sidecar | None:
+    """Reads the record that `prepare` wrote, if there is one and it fits the token files."""
     try:
-        record = msgspec.json.decode(read_file(Path(f"{prefix}.json")), type=_Record)
-    except (OSError, msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
+        record = load_sidecar(prefix)
+        record.check_sizes(prefix)
+    except DataError:
         return None
-    fits = all(
-        path.stat().st_size == file.size_bytes and all(block.n_bytes > 0 for block in file.blocks)
-        for path, file in zip(token_paths(prefix), record.files, strict=True)
-    )
-    return record if fits else None
+    blocks = [*record.bin.blocks, *record.idx.blocks]
+    return record if all(block.n_bytes > 0 for block in blocks) else None
 
 
 def _is_older(prefix: str) -> bool:
@@ -254,14 +233,6 @@ def _is_older(prefix: str) -> bool:
 def _state(status: os.stat_result) -> list[int]:
     # Time of change: unlike that of modification no program sets it back.
     return [status.st_size, status.st_ctime_ns, status.st_ino]
-
-
-def _equal_blocks(size_bytes: int) -> list[int]:
-    return [min(BLOCK_BYTES, size_bytes - first) for first in range(0, size_bytes, BLOCK_BYTES)]
-
-
-def _with_ends(sizes: list[int]) -> Iterator[tuple[int, int]]:
-    return zip(sizes, accumulate(sizes), strict=True)
 
 
 @contextmanager

@@ -31,7 +31,6 @@ from array import array
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from pathlib import Path
-from types import TracebackType
 from typing import Any, BinaryIO, Self
 
 import numpy as np
@@ -48,6 +47,7 @@ from trainyard.files import (
 
 MAGIC = b"MMIDIDX\x00\x00"
 VERSION = 1
+_DAMAGED = "the file is damaged; copy or prepare it again"
 _PAIR = "token files are a pair, <prefix>.bin and <prefix>.idx; "
 RAW_TOKENS = f"{_PAIR}docs/importing.md converts raw token ids, as of nanoGPT and llm.c"
 DTYPE_CODES = {1: "uint8", 2: "int8", 3: "int16", 4: "int32", 5: "int64", 8: "uint16"}
@@ -114,33 +114,79 @@ class IndexedDataset:
         bin_path, self._idx_path = token_paths(prefix)
         bin_bytes = _size_bytes(bin_path)
         self.dtype, n_sequences, n_entries = _read_header(self._idx_path)
-        self.n_tokens = _check_sequences(
-            self._idx_path, n_sequences, self.dtype.itemsize, bin_path, bin_bytes
-        )
-        _check_documents(self._idx_path, n_sequences, n_entries)
         pointers_at = _HEADER.size + 4 * n_sequences
         documents_at = pointers_at + 8 * n_sequences
-        raw = map_array(self._idx_path, np.dtype(np.uint8), (_size_bytes(self._idx_path),))
+        size_bytes = documents_at + 8 * n_entries
+        raw = map_array(self._idx_path, np.dtype(np.uint8), (size_bytes,))
         self.sequence_lengths: NDArray[np.int32] = raw[_HEADER.size : pointers_at].view("<i4")
         self.sequence_pointers: NDArray[np.int64] = raw[pointers_at:documents_at].view("<i8")
         self.document_indices: NDArray[np.int64] = raw[documents_at:].view("<i8")
+        self.n_tokens = self._check_sequences()
+        self._check_documents()
+        if self.n_tokens * self.dtype.itemsize > bin_bytes:
+            raise DataError(
+                f"{bin_path}: {bin_bytes} bytes, but {self._idx_path.name} describes "
+                f"{self.n_tokens} tokens of {self.dtype.itemsize} bytes = "
+                f"{self.n_tokens * self.dtype.itemsize}",
+                "the .bin is cut short or belongs to another .idx; copy or prepare both again",
+            )
         self.stream: Array = np.empty(0, self.dtype)
         if self.n_tokens:  # an empty file cannot be mapped
             self.stream = map_array(bin_path, self.dtype, (self.n_tokens,))
         self.span = range(self.n_tokens)
 
+    def _check_sequences(self) -> int:
+        """Checks lengths and pointers against each other; returns the number of tokens."""
+        n_tokens = 0
+        for first in range(0, len(self), _SLAB):
+            lengths = self.sequence_lengths[first : first + _SLAB]
+            pointers = self.sequence_pointers[first : first + _SLAB]
+            if lengths.min() < 0:
+                at = int(np.argmax(lengths < 0))
+                raise self._damage(
+                    4 * (first + at), f"sequence_lengths[{first + at}] is {lengths[at]}"
+                )
+            ends = np.cumsum(lengths, dtype=np.int64) + n_tokens
+            expected = (ends - lengths) * self.dtype.itemsize
+            if not np.array_equal(pointers, expected):
+                at = int(np.argmax(pointers != expected))
+                raise self._damage(
+                    4 * len(self) + 8 * (first + at),
+                    f"sequence_pointers[{first + at}] is {pointers[at]}, but the lengths before it "
+                    f"make {expected[at]}",
+                )
+            n_tokens = int(ends[-1])
+        return n_tokens
+
+    def _check_documents(self) -> None:
+        previous = 0
+        for first in range(0, len(self.document_indices), _SLAB):
+            entries = self.document_indices[first : first + _SLAB]
+            falls = np.diff(entries, prepend=previous) < 0
+            if falls.any() or (first == 0 and entries[0] != 0):
+                at = int(np.argmax(falls))
+                raise self._damage(
+                    12 * len(self) + 8 * (first + at),
+                    f"document_indices[{first + at}] is {entries[at]}; they start at 0 and never "
+                    "fall",
+                )
+            previous = int(entries[-1])
+        if previous != len(self) or not len(self.document_indices):
+            problem = f"document_indices end at {previous}, not at the {len(self)} sequences"
+            raise DataError(f"{self._idx_path}: {problem}", _DAMAGED)
+
+    def _damage(self, offset: int, problem: str) -> DataError:
+        """Describes a wrong entry at this byte after the header."""
+        return DataError(f"{self._idx_path}: byte {_HEADER.size + offset}: {problem}", _DAMAGED)
+
     def __len__(self) -> int:
         """Counts the sequences."""
         return len(self.sequence_lengths)
 
-    def tokens(self, index: int, offset: int = 0, length: int | None = None) -> Array:
-        """Returns the tokens of one sequence, from `offset` on, as a view of the file."""
-        n_tokens = int(self.sequence_lengths[index])
-        stop = n_tokens if length is None else offset + length
-        if not 0 <= offset <= stop <= n_tokens:
-            raise IndexError(f"sequence {index} has {n_tokens} tokens; asked for {offset}:{stop}")
+    def tokens(self, index: int) -> Array:
+        """Returns the tokens of one sequence, as a view of the file."""
         start = int(self.sequence_pointers[index]) // self.dtype.itemsize
-        return self.stream[start + offset : start + stop]
+        return self.stream[start : start + int(self.sequence_lengths[index])]
 
     def load_sequence_lengths(self, part: range) -> NDArray[np.int32]:
         """Copies some of `sequence_lengths` into aligned memory, where look-ups are fast."""
@@ -197,10 +243,6 @@ def _suggest_prefix(path: Path) -> str:
     return hint
 
 
-def _read(path: Path, kind: str, count: int, offset: int) -> Array:
-    return np.fromfile(path, dtype=kind, count=count, offset=offset)
-
-
 def _read_header(path: Path) -> tuple[np.dtype[Any], int, int]:
     """Reads and checks the 34 bytes that say how long the rest must be."""
     remake = "the file is damaged or of another format; prepare the corpus again"
@@ -214,8 +256,8 @@ def _read_header(path: Path) -> tuple[np.dtype[Any], int, int]:
     if version != VERSION:
         raise DataError(f"{path}: byte 9: version {version}; only version 1 is supported", remake)
     if code not in DTYPE_CODES:
-        known = ", ".join(f"{number} ({name})" for number, name in DTYPE_CODES.items())
-        raise DataError(f"{path}: byte 17: dtype code {code} is not one of {known}", remake)
+        codes = ", ".join(f"{number} ({name})" for number, name in DTYPE_CODES.items())
+        raise DataError(f"{path}: byte 17: dtype code {code} is not one of {codes}", remake)
     expected_bytes = _HEADER.size + 12 * n_sequences + 8 * n_entries
     if size_bytes == expected_bytes + n_sequences > expected_bytes:
         raise DataError(
@@ -229,62 +271,6 @@ def _read_header(path: Path) -> tuple[np.dtype[Any], int, int]:
             "the file is cut short or damaged; copy or prepare it again",
         )
     return np.dtype(DTYPE_CODES[code]), n_sequences, n_entries
-
-
-def _check_sequences(
-    path: Path, n_sequences: int, itemsize: int, bin_path: Path, bin_bytes: int
-) -> int:
-    """Checks lengths and pointers against each other and the .bin; returns the number of tokens."""
-    damaged = "the file is damaged; copy or prepare it again"
-    n_tokens = 0
-    for first in range(0, n_sequences, _SLAB):
-        count = min(_SLAB, n_sequences - first)
-        lengths = _read(path, "<i4", count, _HEADER.size + 4 * first)
-        pointers_at = _HEADER.size + 4 * n_sequences + 8 * first
-        pointers = _read(path, "<i8", count, pointers_at)
-        if lengths.min() < 0:
-            at = int(np.argmax(lengths < 0))
-            place = f"byte {_HEADER.size + 4 * (first + at)}: sequence_lengths[{first + at}]"
-            raise DataError(f"{path}: {place} is {lengths[at]}", damaged)
-        ends = np.cumsum(lengths, dtype=np.int64) + n_tokens
-        expected = (ends - lengths) * itemsize
-        if not np.array_equal(pointers, expected):
-            at = int(np.argmax(pointers != expected))
-            raise DataError(
-                f"{path}: byte {pointers_at + 8 * at}: sequence_pointers[{first + at}] is "
-                f"{pointers[at]}, but the lengths before it make {expected[at]}",
-                damaged,
-            )
-        n_tokens = int(ends[-1])
-    if n_tokens * itemsize > bin_bytes:
-        raise DataError(
-            f"{bin_path}: {bin_bytes} bytes, but {path.name} describes {n_tokens} tokens of "
-            f"{itemsize} bytes = {n_tokens * itemsize}",
-            "the .bin is cut short or belongs to another .idx; copy or prepare both again",
-        )
-    return n_tokens
-
-
-def _check_documents(path: Path, n_sequences: int, n_entries: int) -> None:
-    damaged = "the file is damaged; copy or prepare it again"
-    documents_at = _HEADER.size + 12 * n_sequences
-    previous = 0
-    for first in range(0, n_entries, _SLAB):
-        entries = _read(path, "<i8", min(_SLAB, n_entries - first), documents_at + 8 * first)
-        falls = np.diff(entries, prepend=previous) < 0
-        if falls.any() or (first == 0 and entries[0] != 0):
-            at = int(np.argmax(falls))
-            raise DataError(
-                f"{path}: byte {documents_at + 8 * (first + at)}: document_indices[{first + at}] "
-                f"is {entries[at]}; they start at 0 and never fall",
-                damaged,
-            )
-        previous = int(entries[-1])
-    if previous != n_sequences or not n_entries:
-        raise DataError(
-            f"{path}: document_indices end at {previous}, not at the {n_sequences} sequences",
-            damaged,
-        )
 
 
 class IndexedWriter:
@@ -319,14 +305,9 @@ class IndexedWriter:
         self._bin = BlockWriter(self._file)
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         try:
-            if error is None:
+            if kind is None:
                 self._finish()
         finally:
             with suppress(OSError):  # closing writes again what the full disk refused
@@ -334,18 +315,13 @@ class IndexedWriter:
             for path in token_paths(self.prefix):
                 Path(f"{path}.partial").unlink(missing_ok=True)
 
-    @property
-    def n_documents(self) -> int:
-        """Counts the documents so far, empty ones too."""
-        return len(self._sequences_per_document)
-
     def add_document(self, *sequences: Array) -> None:
         """Adds one document, usually of one sequence; sequences without a token are left out."""
-        kept = [sequence for sequence in sequences if len(sequence)]
-        for sequence in kept:
+        lengths = [len(sequence) for sequence in sequences if len(sequence)]
+        for sequence in sequences:
             self._write_tokens(sequence)
-        self._sequence_lengths.extend(len(sequence) for sequence in kept)
-        self._sequences_per_document.append(len(kept))
+        self._sequence_lengths.extend(lengths)
+        self._sequences_per_document.append(len(lengths))
 
     def add_documents(self, tokens: Array, lengths: Array) -> None:
         """Adds many documents of one sequence each; a length of 0 is a document without one.

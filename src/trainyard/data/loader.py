@@ -29,13 +29,13 @@ from trainyard.data.order import (
     SequenceOrder,
     Split,
     build_order,
+    drop_single_weight,
     parse_split,
     repeats_alike,
-    without_vain_weight,
 )
 from trainyard.errors import ConfigError, DataError
-from trainyard.planning.batches import BatchSchedule
-from trainyard.planning.resolve import Plan
+from trainyard.layout.batches import BatchSchedule
+from trainyard.layout.resolve import Plan
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -180,7 +180,7 @@ def build_training_orders(
         ConfigError, DataError: as `build_orders`.
     """
     train, valid = (
-        set(map(os.path.realpath, each.prefixes)) for each in (run.data.train, run.data.valid)
+        set(map(os.path.realpath, blend.prefixes)) for blend in (run.data.train, run.data.valid)
     )
     if both := sorted(train & valid):
         _log.warning("%s is in data.train and data.valid: no token is held out", both[0])
@@ -202,7 +202,7 @@ def keeps_passes(run: config.Run, split: Split, order: SequenceOrder | None, oth
     data, size = run.data, other.order_sequences[SPLITS.index(split)]
     if data.blend.prefixes:
         return repeats_alike(order, data.blend, size)
-    return repeats_alike(order, without_vain_weight(getattr(data, split)), size)
+    return repeats_alike(order, drop_single_weight(getattr(data, split)), size)
 
 
 def data_prefixes(run: config.Run) -> list[str]:
@@ -228,15 +228,15 @@ def describe_data(run: config.Run) -> str:
         ConfigError: the run names no data.
         DataError: the data is missing or damaged.
     """
-    told = [describe_contents(IndexedDataset(prefix).prefix) for prefix in data_prefixes(run)]
-    return hashlib.sha256("\n".join(told).encode()).hexdigest()
+    contents = [describe_contents(IndexedDataset(prefix).prefix) for prefix in data_prefixes(run)]
+    return hashlib.sha256("\n".join(contents).encode()).hexdigest()
 
 
 def find_unread(run: config.Run) -> list[Unread]:
     """Lists the token files of a run that must be read once before their contents are known."""
     cache = IndexCache(Path(run.data.cache_folder))
-    found = [cache.find_unread(prefix) for prefix in data_prefixes(run)]
-    return [unread for unread in found if unread is not None]
+    files = map(cache.find_unread, data_prefixes(run))
+    return [unread for unread in files if unread is not None]
 
 
 def data_fingerprint(run: config.Run) -> str:

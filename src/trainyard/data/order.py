@@ -20,7 +20,7 @@ from __future__ import annotations
 import copy
 import logging
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from itertools import pairwise
 from typing import Literal
 
@@ -42,7 +42,6 @@ from trainyard.units import parse_shares
 Split = Literal["train", "valid", "test"]
 SPLITS: tuple[Split, ...] = ("train", "valid", "test")
 Part = tuple[float, float]
-Rows = NDArray[np.int64]
 Float = NDArray[np.float64]
 
 _log = logging.getLogger("trainyard")
@@ -79,47 +78,27 @@ class SequenceOrder:
         """Counts the sequences."""
         return len(self.corpora[0] if self.dataset_index is None else self.dataset_index)
 
-    def sequence(self, index: int) -> NDArray[np.int64]:
-        """Reads one sequence: T + 1 tokens, the first T to read and the last T to predict."""
-        row: NDArray[np.int64] = self.sequences(index, 1)[0]
-        return row
-
     def sequences(self, start: int, count: int) -> NDArray[np.int64]:
-        """Reads sequences `start` to `start + count`, padded with 0.
+        """Reads sequences `start` to `start + count`.
 
         Returns:
-            Token ids, (count, T + 1); (count, T) without the extra token.
+            Token ids, (count, T + 1): the first T are read and the last T predicted.
         """
-        width = self.corpora[0].settings.row_tokens
-        rows = np.empty((count, width), np.int64)
-        for corpus, where, indices in self._by_corpus(start, count):
-            rows[where] = corpus.sequences(indices)
-        return rows
-
-    def n_real_tokens(self, start: int, count: int) -> NDArray[np.int64]:
-        """Counts the tokens of these sequences before their padding, to mask the loss with.
-
-        It is T + 1, but for the last sequence of a validation split that keeps partial ones.
-        """
-        counts = np.empty(count, np.int64)
-        for corpus, where, indices in self._by_corpus(start, count):
-            counts[where] = corpus.n_real_tokens(indices)
-        return counts
-
-    def _by_corpus(self, start: int, count: int) -> Iterator[tuple[CorpusOrder, Rows, Rows]]:
-        """Yields the mapping from result rows to sequences of each corpus."""
         if not 0 <= start <= start + count <= len(self):
             raise IndexError(f"sequences {start} to {start + count} of {len(self)}")
+        rows = np.empty((count, self.corpora[0].settings.sequence_length + 1), np.int64)
         for first in range(0, count, _ROWS_AT_ONCE):
-            rows = np.arange(first, min(count, first + _ROWS_AT_ONCE))
+            part = rows[first : first + _ROWS_AT_ONCE]
+            numbers = np.arange(start + first, start + first + len(part))
             if self.dataset_index is None or self.dataset_sample_index is None:
-                yield self.corpora[0], rows, start + rows
+                part[:] = self.corpora[0].sequences(numbers)
                 continue
-            drawn_from = self.dataset_index[start + rows]
-            index = self.dataset_sample_index[start + rows]
-            for number in set(drawn_from.tolist()):
-                chosen = drawn_from == number
-                yield self.corpora[number], rows[chosen], index[chosen]
+            corpora = self.dataset_index[numbers]
+            numbers = self.dataset_sample_index[numbers]
+            for corpus in set(corpora.tolist()):
+                chosen = corpora == corpus
+                part[chosen] = self.corpora[corpus].sequences(numbers[chosen])
+        return rows
 
 
 def parse_split(text: str) -> tuple[Part | None, Part | None, Part | None]:
@@ -141,9 +120,9 @@ def parse_split(text: str) -> tuple[Part | None, Part | None, Part | None]:
 def build_order(
     blend: Blend | tuple[Blend, Blend, Blend],
     split: str | None,
-    sizes: tuple[int | None, int | None, int | None],
+    sizes: tuple[int, int, int],
     settings: SequenceSettings,
-    cache: IndexCache | None = None,
+    cache: IndexCache,
 ) -> dict[Split, SequenceOrder | None]:
     """Builds the order of the train, valid and test sequences, or loads it if it was built before.
 
@@ -151,10 +130,10 @@ def build_order(
         blend: one blend that `split` divides, or one for each split, without prefixes for none.
         split: shares such as "949,50,1": of the documents, as in Megatron-LM, or of the tokens if
             there are few documents; None with a blend for each split.
-        sizes: sequences wanted of each split. 0 is none of them. None is one pass over the
-            documents. Without weights a blend may be shorter; with weights, longer by a few.
+        sizes: sequences wanted of each split, 0 for no such split. An order without weights may be
+            shorter; one with weights, longer by a few.
         settings: how documents are cut into sequences and shuffled.
-        cache: where the built arrays are kept; None keeps them in memory.
+        cache: where the built arrays are kept.
 
     Raises:
         DataError: a corpus is missing, damaged, or too small; a part that is wanted is empty.
@@ -162,8 +141,7 @@ def build_order(
     """
     blends = (blend, blend, blend) if isinstance(blend, Blend) else blend
     parts = (_WHOLE, _WHOLE, _WHOLE) if split is None else parse_split(split)
-    cache = cache or IndexCache(None)
-    prefixes = {prefix for each in blends for prefix in each.prefixes}
+    prefixes = {prefix for split_blend in blends for prefix in split_blend.prefixes}
     datasets = {prefix: IndexedDataset(prefix) for prefix in sorted(prefixes)}
     by_tokens = {prefix for prefix in datasets if splits_by_tokens(len(datasets[prefix]), parts)}
     for prefix in sorted(by_tokens)[:3]:
@@ -172,9 +150,9 @@ def build_order(
     if len(by_tokens) > 3:
         _log.info("and so are %s more token files", f"{len(by_tokens) - 3:,}")
     orders: dict[Split, SequenceOrder | None] = {}
-    for name, each, part, size in zip(SPLITS, blends, parts, sizes, strict=True):
+    for name, blend_of_split, part, size in zip(SPLITS, blends, parts, sizes, strict=True):
         orders[name] = None
-        if not each.prefixes or size == 0 or (part is None and size is None):
+        if not blend_of_split.prefixes or size == 0:
             continue
         if part is None:
             raise DataError(
@@ -182,19 +160,17 @@ def build_order(
                 f"give {name} a share in the split, or ask for 0 of them",
             )
         if isinstance(blend, tuple):
-            each = without_vain_weight(each)
-        drop_last_partial = settings.drop_last_partial or name != "valid"
+            blend_of_split = drop_single_weight(blend_of_split)
         selected = [
             _select(datasets[prefix], part, name, by_tokens=prefix in by_tokens)
-            for prefix in each.prefixes
+            for prefix in blend_of_split.prefixes
         ]
+        counts = _sequences_per_corpus(blend_of_split, size, _SURPLUS)
         corpora = [
-            build_corpus_order(dataset, documents, count, settings, cache, drop_last_partial)
-            for (dataset, documents), count in zip(
-                selected, _asked(each, size, _SURPLUS), strict=True
-            )
+            build_corpus_order(dataset, documents, count, settings, cache)
+            for (dataset, documents), count in zip(selected, counts, strict=True)
         ]
-        orders[name] = _blended(each, size, corpora, cache)
+        orders[name] = _blend_corpora(blend_of_split, size, corpora, cache)
     return orders
 
 
@@ -253,28 +229,24 @@ def _cut(dataset: IndexedDataset, span: range) -> IndexedDataset:
     return part
 
 
-def without_vain_weight(blend: Blend) -> Blend:
-    """Returns a blend whose only corpus, weighed against nothing, has no weight."""
+def drop_single_weight(blend: Blend) -> Blend:
+    """Returns a blend whose only corpus has no weight, as it is weighed against nothing."""
     return Blend(prefixes=blend.prefixes) if len(blend.prefixes) == 1 else blend
 
 
-def _asked(blend: Blend, size: int | None, surplus: float) -> list[int | None]:
+def _sequences_per_corpus(blend: Blend, size: int, surplus: float) -> list[int | None]:
     """Returns how many sequences each corpus must give; None is one pass over its documents."""
     if not blend.weights:
         return [size if len(blend.prefixes) == 1 else None] * len(blend.prefixes)
-    if size is None:
-        raise DataError(
-            "a blend with weights and no size",
-            "give the number of sequences, or omit the weights",
-        )
     shares = _normalized(blend.weights)
     return [math.ceil(math.ceil(size * float(share)) * (1 + surplus)) for share in shares]
 
 
 def repeats_alike(order: SequenceOrder, blend: Blend, size: int) -> bool:
     """Returns whether an order of `size` sequences of the blend makes as many passes as this."""
-    for corpus, asked in zip(order.corpora, _asked(blend, size, _SURPLUS), strict=True):
-        plan, other = corpus.plan, plan_corpus(corpus.plan.epoch_tokens, asked, corpus.settings)
+    counts = _sequences_per_corpus(blend, size, _SURPLUS)
+    for corpus, count in zip(order.corpora, counts, strict=True):
+        plan, other = corpus.plan, plan_corpus(corpus.plan.epoch_tokens, count, corpus.settings)
         if plan.n_epochs != other.n_epochs:
             return False
         if plan.shuffle_last_epoch_apart != other.shuffle_last_epoch_apart:
@@ -282,30 +254,24 @@ def repeats_alike(order: SequenceOrder, blend: Blend, size: int) -> bool:
     return True
 
 
-def _blended(
-    blend: Blend, size: int | None, corpora: list[CorpusOrder], cache: IndexCache
+def _blend_corpora(
+    blend: Blend, size: int, corpora: list[CorpusOrder], cache: IndexCache
 ) -> SequenceOrder:
     if not blend.weights and len(corpora) == 1:
         return SequenceOrder(corpora)
     lengths = [len(corpus) for corpus in corpora]
-    limits = None
     if blend.weights:
         # Megatron-LM normalizes twice, which can change the last bit
         weights = _normalized(_normalized(blend.weights).tolist())
-        length = sum(count for count in _asked(blend, size, 0.0) if count is not None)
+        length = sum(filter(None, _sequences_per_corpus(blend, size, 0.0)))
     else:
-        length = sum(lengths) if size is None else min(size, sum(lengths))
-        limits = np.array(lengths, np.float64) if size is None else None
-        weights = _normalized(lengths)
-    key = cache.key(
-        weights=weights.tolist(), length=length, lengths=lengths, exhaustive=size is None
-    )
-    names = (f"{key}-dataset_index", f"{key}-dataset_sample_index")
-    shape = (length,)
-    corpus = cache.load(names[0], shape, np.dtype(np.int16))
-    position = cache.load(names[1], shape, np.dtype(np.int64))
+        weights, length = _normalized(lengths), min(size, sum(lengths))
+    key = cache.key(weights=weights.tolist(), length=length, lengths=lengths, exhaustive=False)
+    corpus_array = (f"{key}-dataset_index", (length,), np.dtype(np.int16))
+    position_array = (f"{key}-dataset_sample_index", (length,), np.dtype(np.int64))
+    corpus, position = cache.load(*corpus_array), cache.load(*position_array)
     if corpus is None or position is None:
-        corpus, position = build_blend_index(weights, length, limits)
+        corpus, position = build_blend_index(weights, length)
         for number, corpus_order in enumerate(corpora):
             n_drawn = int(np.count_nonzero(corpus == number))
             if n_drawn > len(corpus_order):
@@ -314,14 +280,12 @@ def _blended(
                     f"has {len(corpus_order)}",
                     f"request more than {size}: too few for {len(corpora)} corpora",
                 )
-        corpus = cache.save(names[0], shape, corpus.dtype, [corpus])
-        position = cache.save(names[1], shape, position.dtype, [position])
+        corpus = cache.save(*corpus_array, [corpus])
+        position = cache.save(*position_array, [position])
     return SequenceOrder(corpora, corpus, position)
 
 
-def build_blend_index(
-    weights: Float, size: int, limits: Float | None = None
-) -> tuple[NDArray[np.int16], NDArray[np.int64]]:
+def build_blend_index(weights: Float, size: int) -> tuple[NDArray[np.int16], NDArray[np.int64]]:
     """Draws `size` times from corpora of these weights, by Megatron-LM's rule, exactly.
 
     The rule: corpus i has been drawn c[i] times; draw k goes to the corpus that lags most behind
@@ -343,7 +307,6 @@ def build_blend_index(
     Args:
         weights: each corpus's share, adding up to 1.
         size: the number of draws.
-        limits: how often each corpus may be drawn; without it there is no limit.
 
     Returns:
         For each draw the corpus, and how often that corpus had been drawn before
@@ -351,12 +314,11 @@ def build_blend_index(
     """
     corpus = np.empty(size, np.int16)
     position = np.empty(size, np.int64)
-    limits = np.full(len(weights), np.inf) if limits is None else limits
     counts = np.zeros(len(weights))
     for start in range(0, size, _LANES * _LANE_DRAWS):
         stop = min(size, start + _LANES * _LANE_DRAWS)
         part = slice(start, stop)
-        counts = _fill(corpus[part], position[part], start, counts, weights, limits)
+        counts = _fill(corpus[part], position[part], start, counts, weights)
     return corpus, position
 
 
@@ -366,7 +328,6 @@ def _fill(
     start: int,
     counts: Float,
     weights: Float,
-    limits: Float,
 ) -> Float:
     """Writes the draws from `start` on, given the counts there; returns the counts after them."""
     n_draws = min(_LANE_DRAWS, len(corpus))
@@ -381,12 +342,12 @@ def _fill(
     position_lanes = position[:whole].reshape(n_lanes, n_draws)
     while len(lanes):
         corpus_lanes[lanes], position_lanes[lanes], ends[lanes] = _walk(
-            starts[lanes], begins[lanes], n_draws, weights, limits
+            starts[lanes], begins[lanes], n_draws, weights
         )
         lanes = np.flatnonzero((ends[:-1] != begins[1:]).any(axis=1)) + 1
         begins[lanes] = ends[lanes - 1]
     if whole < len(corpus):  # the last draws, too few for another row of lanes
-        return _fill(corpus[whole:], position[whole:], start + whole, ends[-1], weights, limits)
+        return _fill(corpus[whole:], position[whole:], start + whole, ends[-1], weights)
     last: Float = ends[-1]
     return last
 
@@ -402,10 +363,9 @@ def _guess_counts(starts: NDArray[np.int64], weights: Float) -> Float:
 
 
 def _walk(
-    starts: NDArray[np.int64], begins: Float, n_draws: int, weights: Float, limits: Float
+    starts: NDArray[np.int64], begins: Float, n_draws: int, weights: Float
 ) -> tuple[NDArray[np.int16], NDArray[np.int64], Float]:
     """Follows the rule for `n_draws` draws in every lane at once."""
-    limited = bool(np.isfinite(limits).any())
     counts = begins.copy()
     rows = np.arange(len(starts))
     corpus = np.empty((n_draws, len(starts)), np.int16)
@@ -413,8 +373,6 @@ def _walk(
     for draw in range(n_draws):
         lag = np.multiply.outer(np.maximum(starts + draw, 1).astype(np.float64), weights)
         lag -= counts
-        if limited:
-            lag[counts >= limits] = -np.inf
         chosen = lag.argmax(axis=1)  # the first of equals
         corpus[draw] = chosen
         position[draw] = counts[rows, chosen]

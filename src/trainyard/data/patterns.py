@@ -53,7 +53,7 @@ def find_token_files(run: Run, begun: Run | None = None, *, missing_ok: bool = F
         if not any(map(is_pattern, blend.prefixes)):
             continue
         started: Blend | None = getattr(begun.data, name) if begun else None
-        if started and not _is_of(started, blend):
+        if started and not _comes_from(started, blend):
             started = None
         try:
             blends[name] = _match(blend, f"data.{name}.prefixes")
@@ -83,14 +83,14 @@ def is_pattern(prefix: str) -> bool:
 
 def could_match(entry: str, prefix: str) -> bool:
     """Returns whether an entry names this token file, or its pattern does, before its slice."""
-    pattern, name = (os.path.normpath(each) for each in (_split_slice(entry)[0], prefix))
+    pattern, name = map(os.path.normpath, (_split_slice(entry)[0], prefix))
     if entry == prefix or "**" in pattern:
         return entry == prefix or fnmatchcase(name, pattern.replace("**/", "*"))
     return name.count("/") == pattern.count("/") and fnmatchcase(name, pattern)
 
 
-def _is_of(started: Blend, blend: Blend) -> bool:
-    """Returns whether files and weights were found with the patterns and weights of this blend."""
+def _comes_from(started: Blend, blend: Blend) -> bool:
+    """Returns whether files and weights result from the patterns and weights of this blend."""
     if started.patterns != blend.prefixes or not (started.weights and blend.weights):
         return (started.patterns, started.weights) == (blend.prefixes, blend.weights)
     files = zip(started.prefixes, started.weights, strict=True)
@@ -110,13 +110,13 @@ def _match(blend: Blend, field: str) -> Blend:
     prefixes: list[str] = []
     weights: list[float] = []
     for number, entry in enumerate(blend.prefixes):
-        found = _matches(entry, field) if is_pattern(entry) else [entry]
-        prefixes += found
+        matches = _find_matches(entry, field) if is_pattern(entry) else [entry]
+        prefixes += matches
         if blend.weights:  # in proportion to size, as without weights
-            sizes = [Path(f"{prefix}.bin").stat().st_size if found[1:] else 1 for prefix in found]
+            sizes = [Path(f"{match}.bin").stat().st_size if matches[1:] else 1 for match in matches]
             if 0 in sizes:
                 raise DataError(
-                    f"{field}: {found[sizes.index(0)]}.bin is empty: no weight by size",
+                    f"{field}: {matches[sizes.index(0)]}.bin is empty: no weight by size",
                     "prepare it again, or choose a pattern without it",
                 )
             weights += [blend.weights[number] * size / sum(sizes) for size in sizes]
@@ -133,22 +133,22 @@ def _match(blend: Blend, field: str) -> Blend:
         raise DataError(f"{field}: {problem}", hint) from None
 
 
-def _matches(entry: str, field: str) -> list[str]:
+def _find_matches(entry: str, field: str) -> list[str]:
     pattern, first, last = _split_slice(entry)
     names = glob.glob(f"{pattern}.bin", recursive=True)  # noqa: PTH207 (absolute patterns)
-    found = sorted((name.removesuffix(".bin") for name in names), key=_by_number)
-    if not found:
+    matches = sorted((name.removesuffix(".bin") for name in names), key=_by_number)
+    if not matches:
         raise DataError(
             f"{field}: {pattern!r} matches no token files",
             "name PREFIX.bin without its ending, such as 'data/web_*_text_document'; relative "
             f"patterns start at the working folder, here {Path.cwd()}",
         )
-    _refuse_unfinished(found, field)
-    chosen = found[int(first) if first else None : int(last) if last else None]
+    _refuse_unfinished(matches, field)
+    chosen = matches[int(first) if first else None : int(last) if last else None]
     if not chosen:
         raise DataError(
-            f"{field}: [{first}:{last}] is empty: {pattern!r} matches {len(found)} token files",
-            f"choose a slice of {len(found)} files, such as [:-1] and [-1:]",
+            f"{field}: [{first}:{last}] is empty: {pattern!r} matches {len(matches)} token files",
+            f"choose a slice of {len(matches)} files, such as [:-1] and [-1:]",
         )
     return chosen
 

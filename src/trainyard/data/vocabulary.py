@@ -73,28 +73,9 @@ O200K_PATTERN = (
 )
 """The splitting rule of GPT-4o and gpt-oss."""
 # Each matches every character of any text, so removing what does not match removes nothing.
-_COVERING = [{"Regex": each} for each in (LLAMA3_PATTERN, QWEN2_PATTERN, O200K_PATTERN)]
+_COVERING = [{"Regex": pattern} for pattern in (LLAMA3_PATTERN, QWEN2_PATTERN, O200K_PATTERN)]
 _STEPS = ("Split", "Digits", "Punctuation")
 _FLAGS = ("lstrip", "rstrip", "single_word")
-
-
-@dataclass(frozen=True, kw_only=True)
-class Rules:
-    """What decides ids beside tokens and merges."""
-
-    special_tokens: dict[str, int] = field(default_factory=dict)
-    added_tokens: dict[str, int] = field(default_factory=dict)
-    """Found in a text before it is split, like special tokens, but always."""
-    split: dict[str, Any] = field(default_factory=lambda: GPT2_SPLIT)
-    """The pre-tokenizer."""
-    normalizer: str = ""
-    """NFC, or none."""
-    ignore_merges: bool = False
-    """Whether a word that is a token is not split, whatever the merges give."""
-    end_of_document: str = END_OF_DOCUMENT
-
-
-GPT2_RULES = Rules()
 
 
 def byte_symbols() -> list[str]:
@@ -107,11 +88,8 @@ def byte_symbols() -> list[str]:
     return [chr(byte if byte in shown else next(spare)) for byte in range(256)]
 
 
-def read_tokenizer_json(path: Path) -> tuple[dict[str, int], list[Any], Rules]:
+def read_tokenizer_json(path: Path) -> Vocabulary:
     """Reads a `tokenizer.json` and, beside it, the files that name the end of a document.
-
-    Returns:
-        the id of every token; the merges, of two tokens each if they are right; the other rules.
 
     Raises:
         DataError: it is malformed, unsupported, or its end of document is missing or ambiguous.
@@ -126,12 +104,17 @@ def read_tokenizer_json(path: Path) -> tuple[dict[str, int], list[Any], Rules]:
                 "--train-tokenizer`",
             )
         model, added = content["model"], content.get("added_tokens") or []
-        merges = [tuple(m.split(" ") if isinstance(m, str) else m) for m in model["merges"]]
         ids = _add_tokens(path, dict(model["vocab"]), added)
-        rules = Rules(
+        split = content["pre_tokenizer"]
+        if split["type"] == "ByteLevel":
+            split = {**GPT2_SPLIT, "use_regex": split.get("use_regex", True)}
+        return build_vocabulary(
+            path,
+            ids,
+            [tuple(m.split(" ") if isinstance(m, str) else m) for m in model["merges"]],
             special_tokens={e["content"]: e["id"] for e in added if e["special"]},
             added_tokens={e["content"]: e["id"] for e in added if not e["special"]},
-            split=_canonical(content["pre_tokenizer"]),
+            split=split,
             normalizer="NFC" if _normalizers(content) else "",
             ignore_merges=bool(model.get("ignore_merges")),
             end_of_document=_find_end(path, content, ids),
@@ -139,7 +122,6 @@ def read_tokenizer_json(path: Path) -> tuple[dict[str, int], list[Any], Rules]:
     except (KeyError, TypeError, AttributeError, ValueError) as error:
         problem = f"{path} is malformed: {type(error).__name__} {error}"
         raise DataError(problem, "save the tokenizer again") from error
-    return ids, merges, rules
 
 
 def _add_tokens(path: Path, ids: dict[str, int], added: list[dict[str, Any]]) -> dict[str, int]:
@@ -178,10 +160,24 @@ def _find_unsupported(content: dict[str, Any]) -> Iterator[str]:
     for kind in _normalizers(content):
         if kind != "NFC":
             yield f"normalizer {kind!r}"
-    yield from _find_unsupported_steps(content.get("pre_tokenizer") or {})
+    yield from _find_unsupported_steps(content)
     yield from _find_unsupported_additions(content)
     if (content.get("decoder") or {}).get("type") != "ByteLevel":
         yield f"decoder is {content.get('decoder')!r}, not 'ByteLevel'"
+
+
+def _find_unsupported_steps(content: dict[str, Any]) -> Iterator[str]:
+    *steps, last = _steps(content.get("pre_tokenizer"), "pretokenizers") or [{}]
+    for step in steps:
+        covers_all = step.get("pattern") in _COVERING
+        if step.get("type") not in _STEPS:
+            yield f"pre_tokenizer {step.get('type')!r}"
+        elif step.get("behavior") == "Removed" and not (step.get("invert") and covers_all):
+            yield f"pre_tokenizer {step['type']!r} removes text"
+    if last.get("type") != "ByteLevel":
+        yield f"pre_tokenizer ends in {last.get('type')!r}, not 'ByteLevel'"
+    elif last.get("add_prefix_space"):
+        yield "pre_tokenizer 'ByteLevel' puts a space before a text"
 
 
 def _find_unsupported_additions(content: dict[str, Any]) -> Iterator[str]:
@@ -197,20 +193,6 @@ def _find_unsupported_additions(content: dict[str, Any]) -> Iterator[str]:
             yield f"{', '.join(flags)} of the added token {entry['content']!r}"
 
 
-def _find_unsupported_steps(pre_tokenizer: dict[str, Any]) -> Iterator[str]:
-    *steps, last = _steps(pre_tokenizer, "pretokenizers") or [{}]
-    for step in steps:
-        covers_all = step.get("pattern") in _COVERING
-        if step.get("type") not in _STEPS:
-            yield f"pre_tokenizer {step.get('type')!r}"
-        elif step.get("behavior") == "Removed" and not (step.get("invert") and covers_all):
-            yield f"pre_tokenizer {step['type']!r} removes text"
-    if last.get("type") != "ByteLevel":
-        yield f"pre_tokenizer ends in {last.get('type')!r}, not 'ByteLevel'"
-    elif last.get("add_prefix_space"):
-        yield "pre_tokenizer 'ByteLevel' puts a space before a text"
-
-
 def _steps(part: dict[str, Any] | None, key: str) -> list[dict[str, Any]]:
     if not part:
         return []
@@ -219,12 +201,6 @@ def _steps(part: dict[str, Any] | None, key: str) -> list[dict[str, Any]]:
 
 def _normalizers(content: dict[str, Any]) -> list[str]:
     return [step["type"] for step in _steps(content.get("normalizer"), "normalizers")]
-
-
-def _canonical(pre_tokenizer: dict[str, Any]) -> dict[str, Any]:
-    if pre_tokenizer["type"] == "ByteLevel":
-        return {**GPT2_SPLIT, "use_regex": pre_tokenizer.get("use_regex", True)}
-    return dict(pre_tokenizer)
 
 
 def render_end(token: str, token_id: int) -> dict[str, Any] | None:
@@ -258,9 +234,9 @@ def _find_end(path: Path, content: dict[str, Any], ids: dict[str, int]) -> str:
             f"add a tokenizer_config.json beside it, with {hint}",
         )
     if len(named) > 1:
-        found = "; ".join(f"{token} in {', '.join(names)}" for token, names in named.items())
+        choices = "; ".join(f"{token} in {', '.join(names)}" for token, names in named.items())
         raise DataError(
-            f"{path}: several tokens may end a document: {found}",
+            f"{path}: several tokens may end a document: {choices}",
             "take the files of the base model, not of a chat model; or copy tokenizer.json to a "
             f"folder with only a tokenizer_config.json beside it, with {hint}",
         )
@@ -278,8 +254,8 @@ def _ends_named_in(path: Path, ids: dict[str, int]) -> list[str]:
     content = read_json(path) if path.is_file() else {}
     if token := content.get("eos_token"):
         return [str(token.get("content") if isinstance(token, dict) else token)]
-    found = content.get("eos_token_id")
-    token_ids = found if isinstance(found, list) else [] if found is None else [found]
+    named = content.get("eos_token_id")
+    token_ids = named if isinstance(named, list) else [] if named is None else [named]
     token_of = {token_id: token for token, token_id in ids.items()}
     return [token_of.get(token_id, f"id {token_id}") for token_id in token_ids]
 
@@ -302,14 +278,22 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Vocabulary(Rules):
-    """A checked byte-level BPE.
-
-    `tokens[i]` is the spelling of id `i` in byte symbols; "" for an id without a token.
-    """
+class Vocabulary:
+    """A checked byte-level BPE."""
 
     tokens: list[str]
+    """The spelling of each id in byte symbols; "" for an id without a token."""
     merges: list[tuple[str, str]]
+    special_tokens: dict[str, int]
+    added_tokens: dict[str, int] = field(default_factory=dict)
+    """Found in a text before it is split, like special tokens, but always."""
+    split: dict[str, Any] = field(default_factory=lambda: GPT2_SPLIT)
+    """The pre-tokenizer."""
+    normalizer: str = ""
+    """NFC, or none."""
+    ignore_merges: bool = False
+    """Whether a word that is a token is not split, whatever the merges give."""
+    end_of_document: str = END_OF_DOCUMENT
 
     @property
     def eod_id(self) -> int:
@@ -319,8 +303,8 @@ class Vocabulary(Rules):
     @cached_property
     def missing_bytes(self) -> bytes:
         """The bytes without a token, which are not encoded: 21 of them in SmolLM2's vocabulary."""
-        there = set(self.tokens)
-        return bytes(n for n, symbol in enumerate(byte_symbols()) if symbol not in there)
+        tokens = set(self.tokens)
+        return bytes(n for n, symbol in enumerate(byte_symbols()) if symbol not in tokens)
 
     @cached_property
     def token_bytes(self) -> list[bytes]:
@@ -348,17 +332,10 @@ class Vocabulary(Rules):
         # Without merges, a word of a text that is spelled like a special token would become it.
         is_hidden = self.ignore_merges and not with_special_tokens
         hidden = {"", *(self.special_tokens if is_hidden else ())}
+        flags = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
         added = [
-            {
-                "id": token_id,
-                "content": token,
-                "single_word": False,
-                "lstrip": False,
-                "rstrip": False,
-                "normalized": False,
-                "special": token in special,
-            }
-            for token, token_id in sorted({**self.added_tokens, **special}.items(), key=_by_id)
+            {"id": token_id, "content": token, **flags, "special": token in special}
+            for token_id, token in sorted((i, t) for t, i in (self.added_tokens | special).items())
         ]
         byte_level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True}
         split = {**byte_level, **self.split} if "use_regex" in self.split else self.split
@@ -390,10 +367,6 @@ class Vocabulary(Rules):
         return json.dumps(content, ensure_ascii=False)
 
 
-def _by_id(item: tuple[str, int]) -> int:
-    return item[1]
-
-
 def save_vocabulary(vocabulary: Vocabulary, path: Path) -> None:
     """Writes a `tokenizer.json`, atomically."""
     publish_text(path, vocabulary.render_json())
@@ -416,13 +389,13 @@ def load_vocabulary(source: str | Path) -> Vocabulary:
     path = Path(source)
     if path.is_file():
         named = [pair for pair in _PAIRS if path.name in pair]
-        return _from_pair(path.parent, named[0]) if named else _from_tokenizer_json(path)
+        return _from_pair(path.parent, named[0]) if named else read_tokenizer_json(path)
     if not path.is_dir():
         raise DataError(f"the tokenizer {source} does not exist", _HINT)
     if (path / "tokenizer.json").is_file():
-        return _from_tokenizer_json(path / "tokenizer.json")
-    there = [pair for pair in _PAIRS if any((path / name).is_file() for name in pair)]
-    return _from_pair(path, there[0] if there else _PAIRS[0])
+        return read_tokenizer_json(path / "tokenizer.json")
+    pairs = [pair for pair in _PAIRS if any((path / name).is_file() for name in pair)]
+    return _from_pair(path, pairs[0] if pairs else _PAIRS[0])
 
 
 def _from_pair(folder: Path, names: tuple[str, str]) -> Vocabulary:
@@ -456,18 +429,16 @@ def _load_gpt2() -> Vocabulary:
     return vocabulary
 
 
-def _from_tokenizer_json(path: Path) -> Vocabulary:
-    ids, merges, rules = read_tokenizer_json(path)
-    return build_vocabulary(path, ids, merges, rules)
-
-
 def build_vocabulary(
-    path: Path,
-    ids: dict[str, int],
-    merges: list[Any],
-    rules: Rules = GPT2_RULES,
+    path: Path, ids: dict[str, int], merges: list[Any], **rules: Any
 ) -> Vocabulary:
-    """Checks the parts of a vocabulary and joins them; `path` is named in errors.
+    """Checks the parts of a vocabulary and joins them.
+
+    Args:
+        path: is named in errors.
+        ids: of every token.
+        merges: of two tokens each, if they are right.
+        rules: other fields of `Vocabulary`; those of GPT-2 where absent.
 
     Raises:
         DataError: an id of two tokens, an unknown token in a merge, or no end of document.
@@ -487,32 +458,32 @@ def build_vocabulary(
             f"is byte {missing[0]}",
             "nearly every byte needs a token, as in GPT-2's vocab.json",
         )
-    end = rules.end_of_document
+    end = rules.get("end_of_document", END_OF_DOCUMENT)
     if end not in ids:
         raise DataError(
             f"{path} has no token {end}",
             "it marks the end of a document; add it to the vocabulary as the last id",
         )
-    special = {**rules.special_tokens, end: ids[end]}
-    added = {token: rules.added_tokens[token] for token in rules.added_tokens if token != end}
+    special = {**rules.get("special_tokens", {}), end: ids[end]}
+    added = {token: i for token, i in rules.get("added_tokens", {}).items() if token != end}
     literal = {*special, *added}
     foreign = {symbol for token in tokens if token not in literal for symbol in token}
     foreign -= set(byte_symbols())
-    for token in tokens if foreign else ():
-        if token not in literal and not foreign.isdisjoint(token):
-            hint = "spell tokens in byte symbols, as GPT-2's vocab.json does"
-            raise DataError(f"{path}: the token {token!r} (id {ids[token]}) is not bytes", hint)
+    if foreign:
+        token = next(t for t in tokens if t not in literal and not foreign.isdisjoint(t))
+        hint = "spell tokens in byte symbols, as GPT-2's vocab.json does"
+        raise DataError(f"{path}: the token {token!r} (id {ids[token]}) is not bytes", hint)
     _check_merges(path, ids, merges)
     # Of a repeated merge the last one counts, as in `tokenizers`.
     pairs = [*dict.fromkeys((left, right) for left, right in reversed(merges))][::-1]
-    if not rules.ignore_merges:
+    if not rules.get("ignore_merges"):
         made = {*byte_symbols(), *literal, *map("".join, pairs)}
         if n_idle := len(ids.keys() - made):
             _warn(
                 f"{path}: no merge makes {n_idle:,} of {len(ids):,} tokens, so no text has them; "
                 "if that is not intended, fetch or save the tokenizer again"
             )
-    checked = {**vars(rules), "special_tokens": special, "added_tokens": added}
+    checked = {**rules, "special_tokens": special, "added_tokens": added}
     return Vocabulary(tokens=tokens, merges=pairs, **checked)
 
 
@@ -525,7 +496,7 @@ def _check_merges(path: Path, ids: dict[str, int], merges: list[Any]) -> None:
     for rank, merge in enumerate(merges):
         if len(merge) != 2 or not (isinstance(merge[0], str) and isinstance(merge[1], str)):
             hint = "a merge is two tokens with one space between them"
-            raise DataError(f"{path}: merge {rank} is {_short(merge)}, not two tokens", hint)
+            raise DataError(f"{path}: merge {rank} is {merge!r:.80}, not two tokens", hint)
         left, right = merge
         if not (left in ids and right in ids and left + right in ids):
             unknown = next(part for part in (left, right, left + right) if part not in ids)
@@ -549,8 +520,3 @@ def _parse_merges(text: str) -> list[tuple[str, ...]]:
     if lines[0].startswith("#version"):
         lines = lines[1:]
     return [tuple(line.rstrip("\r").split(" ")) for line in lines if line.strip()]
-
-
-def _short(value: object) -> str:
-    text = repr(value)
-    return text if len(text) <= 80 else f"{text[:77]}..."

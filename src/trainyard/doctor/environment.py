@@ -1,6 +1,6 @@
 """Facts about this machine, without measurements; works without torch.
 
-    describe_machine(process)  ->  {"versions": {"trainyard": "0.1.0", ..},
+    describe_machine(process)  ->  {"versions": {"trainyard": "0.2.0", ..},
                                     "processor": {"cores": "64", "bound to": "1-7", ..}, ..}
 
 Sections of named facts, all text: for people, and in JSON for programs to compare. Facts that
@@ -26,12 +26,11 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from importlib import metadata
 from pathlib import Path
 
-from trainyard.doctor.verdict import PASS, WARN, Finding
+from trainyard.config.cluster import expand_cpus
+from trainyard.doctor.diagnosis import PASS, WARN, Facts, Finding
 from trainyard.launch.environment import Process, bound_to, read_variables, read_versions
 from trainyard.topology import format_ranges
 from trainyard.units import format_bytes
-
-Facts = dict[str, dict[str, str]]
 
 PROGRAMS = (
     *("sbatch", "srun", "qsub", "mpiexec", "mpirun", "ssh", "torchrun"),
@@ -51,7 +50,7 @@ GET_ADDRESS = 0x8915  # SIOCGIFADDR of Linux
 LEAST_OPEN_FILES = 1024
 """Every rank keeps its token files and a connection to other ranks open."""
 LEAST_SHARED_MEMORY = 256 * 2**20
-"""Of /dev/shm, which NCCL and RCCL use inside a node; containers often have 64 MiB."""
+"""NCCL and RCCL use /dev/shm inside a node; containers often have 64 MiB."""
 MOST_LOAD = 0.5
 """Load per core by other processes, above which measurements are not representative."""
 
@@ -130,12 +129,12 @@ def check_binding(process: Process, lists: Sequence[str], near_device: str | Non
         return []
     if process.local_rank < len(lists):
         wanted = lists[process.local_rank]
-        if bound == parse_cpus(wanted):
+        if bound == {*expand_cpus(wanted)}:
             text = f"local rank {process.local_rank} to {wanted}, as in the profile"
             return [Finding("binding", text, PASS)]
         hint = "start the ranks as `trainyard launch` does, which binds them as in the profile"
         return [Finding("binding", f"{text} the profile has {wanted}", WARN, hint)]
-    if near_device and not bound & parse_cpus(near_device):
+    if near_device and bound.isdisjoint(expand_cpus(near_device)):
         text += f" its device is next to {near_device}"
         return [Finding("binding", text, WARN, "bind each rank next to its device")]
     return []
@@ -172,15 +171,6 @@ def find_wrong_interface(
                 f"available: {others}; export the one that reaches the other machines",
             )
     return None
-
-
-def parse_cpus(text: str) -> set[int]:
-    """Parses a CPU list in Linux format: "0-3,8" is 0, 1, 2, 3 and 8."""
-    cpus: set[int] = set()
-    for part in filter(None, text.strip().split(",")):
-        first, _, last = part.partition("-")
-        cpus |= set(range(int(first), int(last or first) + 1))
-    return cpus
 
 
 def format_cpus(cpus: Iterable[int]) -> str:

@@ -6,36 +6,51 @@ and all ranks write to the disk together, as for a checkpoint.
     python -P -m trainyard.doctor.examine SETTINGS RESULTS
 
 is one local rank of `trainyard doctor --ranks`; rank 0 writes the results of all.
+
+If one rank hangs, the rest would wait forever. So each announces its next phase and a time limit.
+After the limit, a thread beside the measurements asks all ranks to respond; a rank that is stopped,
+or whose machine is gone, does not:
+
+    rank 0    enter("the collectives", 10)     70 s later: "roll"       "rank 3 does not respond"
+    rank 2                                                  "here"
+    rank 3    (its machine hangs)
+
+Then all exit with code 2. The parent processes of training share files in the run folder
+(`launch/supervise.py`); doctor tests that folder, so its ranks use the store of their rendezvous.
 """
 
 from __future__ import annotations
 
+import json
 import logging
+import os
 import platform
 import socket
 import sys
 import tempfile
-from collections.abc import Iterable
+import threading
+import time
 from contextlib import ExitStack
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import msgspec
 
 from trainyard import __version__
+from trainyard.config.devices import GIGA
 from trainyard.doctor import environment, filesystem
-from trainyard.doctor.rank_group import RankGroup
-from trainyard.doctor.verdict import PASS, READ, REPLACE, WARN, WRITE, Finding, Measurement
-from trainyard.errors import MachineError, UserError
-from trainyard.launch.environment import Process, hide_secrets, read_process, read_variables
-from trainyard.launch.local import run_ranks
-from trainyard.log import build_logger
-from trainyard.planning.hardware import GIGA
+from trainyard.doctor.diagnosis import PASS, READ, REPLACE, WARN, WRITE, Examination, Finding
+from trainyard.errors import MachineError
+from trainyard.launch.environment import Process, read_process, read_variables
+from trainyard.launch.local import run_ranks, watched_command
+from trainyard.launch.program import run_program
+from trainyard.topology import name_ranks
 from trainyard.units import format_bytes
 
 if TYPE_CHECKING:
     import torch
+    from torch.distributed.distributed_c10d import Store
 
     from trainyard.parallel.start import StartedRank
 
@@ -45,6 +60,7 @@ PATIENCE_SECONDS = 60.0
 """For ranks to join, and to continue after the announced time of a phase."""
 COMPILE_SECONDS = 60.0
 """To compile a small block, on a busy machine."""
+POLL_SECONDS, ANSWER_SECONDS = 0.5, 4.0
 
 logger = logging.getLogger("trainyard")
 
@@ -63,30 +79,6 @@ class Settings:
     """CPUs of local ranks in the cluster's profile."""
 
 
-@dataclass
-class Examination:
-    """The results of one rank."""
-
-    rank: int
-    host: str
-    device: str = ""
-    """Device name in torch; empty without torch."""
-    n_devices: int = 0
-    """GPUs that it sees."""
-    facts: environment.Facts = field(default_factory=dict)
-    """Facts of its machine, from the first rank there."""
-    findings: list[Finding] = field(default_factory=list)
-    measurements: list[Measurement] = field(default_factory=list)
-
-    def find(self, findings: Iterable[Finding]) -> None:
-        """Records findings of this machine."""
-        self.findings += [replace(each, place=each.place or self.host) for each in findings]
-
-    def measure(self, name: str, value: float, unit: str, how: str) -> None:
-        """Records a measurement, and the timed operations."""
-        self.measurements.append(Measurement(name, value, unit, self.rank, self.host, how))
-
-
 def examine_in_processes(n_ranks: int, settings: Settings) -> list[Examination]:
     """Examines this machine with processes of its own.
 
@@ -99,23 +91,18 @@ def examine_in_processes(n_ranks: int, settings: Settings) -> list[Examination]:
     """
     with tempfile.TemporaryDirectory(prefix="trainyard-doctor-") as name:
         results = Path(name) / "results.json"
-        command = [sys.executable, "-P", "-m", "trainyard.launch.watched", __name__]
         arguments = [msgspec.json.encode(settings).decode(), str(results)]
-        run_ranks(n_ranks, [*command, *arguments], Path(name) / "logs")
+        run_ranks(n_ranks, watched_command(__name__, *arguments), Path(name) / "logs")
         return msgspec.json.decode(results.read_bytes(), type=list[Examination])
 
 
-def main() -> None:
+def main() -> int:
     """Runs one rank from the command line."""
-    build_logger(hide_secrets)
     process = read_process()
-    try:
-        results = examine(process, msgspec.json.decode(sys.argv[1], type=Settings))
-    except UserError as error:
-        logger.error("error: %s", error)
-        sys.exit(error.exit_code)
+    results = examine(process, msgspec.json.decode(sys.argv[1], type=Settings))
     if process.rank == 0:
         Path(sys.argv[2]).write_bytes(msgspec.json.encode(results))
+    return 0
 
 
 def examine(process: Process, settings: Settings) -> list[Examination]:
@@ -256,5 +243,106 @@ def _examine_folder(
     own.measure(READ, read / GIGA, "GB/s", f"{size}, {how}")
 
 
+class RankGroup:
+    """All ranks of an examination, as seen from this one.
+
+    Args:
+        process: this rank.
+        store: shared by all ranks; None: there is no other rank.
+        patience_seconds: added to the announced time of each phase.
+    """
+
+    def __init__(self, process: Process, store: Store | None, patience_seconds: float) -> None:
+        self._process, self._store, self._patience = process, store, patience_seconds
+        self._part, self._deadline = "the start", time.monotonic() + patience_seconds
+        self._is_over = threading.Event()
+
+    def __enter__(self) -> RankGroup:
+        if self._store is not None:
+            threading.Thread(target=self._watch, args=(self._store,), daemon=True).start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._is_over.set()
+
+    def enter(self, part: str, seconds: float = 0.0) -> None:
+        """Announces the next phase of this rank and its time limit."""
+        self._part, self._deadline = part, time.monotonic() + seconds + self._patience
+
+    def wait(self) -> None:
+        """Returns when all ranks have called it."""
+        if self._store is not None:
+            import torch
+            import torch.distributed as dist
+
+            dist.all_reduce(torch.zeros(1))
+
+    def broadcast(self, text: str) -> str:
+        """Broadcasts a text of rank 0 to all ranks."""
+        if self._store is None:
+            return text
+        if self._process.rank == 0:
+            self._store.set("doctor/broadcast", text)
+        self.wait()
+        return str(self._store.get("doctor/broadcast").decode())
+
+    def gather(self, text: str) -> list[str]:
+        """Returns the texts of all ranks on rank 0; each other rank's own text."""
+        if self._store is None:
+            return [text]
+        self._store.set(f"doctor/results/{self._process.rank}", text)
+        self.wait()
+        if self._process.rank:
+            return [text]
+        ranks = range(self._process.n_ranks)
+        return [self._store.get(f"doctor/results/{rank}").decode() for rank in ranks]
+
+    def _watch(self, store: Store) -> None:
+        ranks = range(self._process.n_ranks)
+        keys = [f"doctor/here/{rank}" for rank in ranks]
+        try:
+            while not store.check(["doctor/roll"]):
+                if time.monotonic() > self._deadline:
+                    store.set("doctor/roll", self._part)
+                if self._is_over.wait(POLL_SECONDS):
+                    return
+            own = json.dumps({"host": socket.gethostname(), "part": self._part})
+            store.set(keys[self._process.rank], own)
+            end = time.monotonic() + ANSWER_SECONDS
+            while not store.check(keys) and time.monotonic() < end:
+                if self._is_over.wait(POLL_SECONDS):
+                    return
+            answers = {
+                rank: json.loads(store.get(keys[rank]))
+                for rank in ranks
+                if store.check([keys[rank]])
+            }
+            part = store.get("doctor/roll").decode()
+        except RuntimeError:  # rank 0 has ended, and the store with it
+            return
+        logger.error("error: %s", _describe_hang(part, len(ranks), answers))
+        os._exit(2)
+
+
+def _describe_hang(part: str, n_ranks: int, answers: dict[int, dict[str, str]]) -> str:
+    silent = [rank for rank in range(n_ranks) if rank not in answers]
+    if silent:
+        hosts = ", ".join(dict.fromkeys(answer["host"] for answer in answers.values()))
+        return (
+            f"{name_ranks(silent)} of {n_ranks} {'do' if len(silent) > 1 else 'does'} not respond "
+            f"since {part}; {name_ranks([*answers])} did, on {hosts}\n"
+            "hint: exclude the machine of the ranks that do not respond"
+        )
+    parts: dict[str, list[int]] = {}
+    for rank, answer in answers.items():
+        parts.setdefault(f"{answer['part']} on {answer['host']}", []).append(rank)
+    where = "; ".join(f"{name_ranks(ranks)} at {part}" for part, ranks in parts.items())
+    return (
+        f"no progress since {part}, though all {n_ranks} ranks respond: {where}\n"
+        "hint: in a network phase, check GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME, and set "
+        "NCCL_DEBUG=INFO; in a disk phase, try ls and df there"
+    )
+
+
 if __name__ == "__main__":
-    main()
+    run_program(main)

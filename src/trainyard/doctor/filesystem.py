@@ -36,7 +36,7 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from trainyard.doctor.verdict import PASS, REPLACE, WARN, Finding
+from trainyard.doctor.diagnosis import PASS, REPLACE, WARN, Finding
 from trainyard.errors import MachineError, explain_failure
 from trainyard.files import flush
 from trainyard.units import format_bytes

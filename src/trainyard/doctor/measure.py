@@ -32,7 +32,8 @@ import torch
 import torch.distributed as dist
 from torch.nn.functional import scaled_dot_product_attention
 
-from trainyard.doctor.verdict import (
+from trainyard.config.devices import GIGA, TERA
+from trainyard.doctor.diagnosis import (
     ATTENTION,
     BETWEEN_NODES,
     IN_NODE,
@@ -42,7 +43,6 @@ from trainyard.doctor.verdict import (
     OF_ALL,
 )
 from trainyard.model.attention import attention_kernel
-from trainyard.planning.hardware import GIGA, TERA
 from trainyard.units import format_bytes
 
 ROUNDS, MOST_CALLS = 5, 1000

@@ -13,9 +13,9 @@ from torch import Tensor
 
 from trainyard.errors import CheckpointError, ConfigError, DataError
 from trainyard.model.attention import KeyValueCache
-from trainyard.model.documents import document_starts, find_document_ends
 from trainyard.model.gpt import GPT
 from trainyard.model.linear import Layer, cast_once
+from trainyard.model.positions import document_starts, find_document_ends
 from trainyard.parallel.placement import is_distributed
 
 TOKENS_A_WAIT = 16
@@ -88,17 +88,12 @@ def generate(
         DataError: a prompt does not fit the model.
         CheckpointError: the model's weights have diverged.
     """
-    longest = max(map(len, prompts), default=0) + n_tokens
-    lengths = set(map(len, prompts))
-
-    def of_length(length: int) -> list[list[int]]:
-        return [prompt for prompt in prompts if len(prompt) == length]
-
-    if len(lengths) > 1 and longest > len(model.token_positions):
-        batches = {
-            length: iter(generate(model, of_length(length), n_tokens, sampling, eod_id))
-            for length in sorted(lengths)
-        }
+    lengths = sorted(set(map(len, prompts)))
+    if len(lengths) > 1 and lengths[-1] + n_tokens > model.sequence_length:
+        batches = {}
+        for length in lengths:
+            batch = [prompt for prompt in prompts if len(prompt) == length]
+            batches[length] = iter(generate(model, batch, n_tokens, sampling, eod_id))
         return [next(batches[len(prompt)]) for prompt in prompts]
     steps = [ids.tolist() for ids in generate_steps(model, prompts, n_tokens, sampling, eod_id)]
     texts = [[ids[number] for ids in steps] for number in range(len(prompts))]
@@ -121,7 +116,7 @@ def generate_steps(
     is full, it recomputes the last half of the texts, of one length, and drops the rest: positions
     are learned, so the cache cannot slide.
     """
-    sequence_length = len(model.token_positions)
+    sequence_length = model.sequence_length
     checked = [
         _checked_prompt(prompt, model.vocabulary_size, sequence_length, eod_id)
         for prompt in prompts
@@ -154,7 +149,7 @@ def _decode(
     model: GPT, text: Tensor, n_tokens: int, choice: Choice, end_id: int | None
 ) -> Iterator[Tensor]:
     """Yields the tokens after a text, (B,) each; `end_id` is None for one document each."""
-    sequence_length = len(model.token_positions)
+    sequence_length = model.sequence_length
     caches, new = model.build_caches(sequence_length), text
     for _ in range(n_tokens):
         if caches[0].n_tokens == sequence_length:
@@ -185,28 +180,25 @@ def _decode_on_gpu(
     model: GPT, text: Tensor, n_tokens: int, choice: Choice, end_id: int | None
 ) -> Iterator[Tensor]:
     """Yields what `_decode` does; the host waits once for several tokens."""
-    sequence_length = len(model.token_positions)
-    layers = [each for each in model.modules() if isinstance(each, Layer)]
+    sequence_length = model.sequence_length
+    layers = [module for module in model.modules() if isinstance(module, Layer)]
     with cast_once(layers, model.compute_dtype):
         decoder = _Decoder(model, choice[0], len(text))
         while n_tokens:
             cache = decoder.caches[0]
             starts_anew = cache.n_tokens in (0, sequence_length)
-            if starts_anew and cache.n_tokens:
-                seen = text[:, -max(1, sequence_length // 2) :]
-            elif starts_anew:
-                seen = text
-            n_places = sequence_length - (seen.shape[1] - 1 if starts_anew else cache.n_tokens)
-            n_here = min(TOKENS_A_WAIT, n_tokens, n_places)
-            decoder.draw(n_here, choice[1])
+            start = text[:, -max(1, sequence_length // 2) :] if cache.n_tokens else text
+            n_before = start.shape[1] - 1 if starts_anew else cache.n_tokens
+            n_next = min(TOKENS_A_WAIT, n_tokens, sequence_length - n_before)
+            decoder.draw(n_next, choice[1])
             if starts_anew:
-                decoder.start(seen, end_id)
-            for _ in range(n_here - starts_anew):
+                decoder.start(start, end_id)
+            for _ in range(n_next - starts_anew):
                 decoder.step()
-            chosen = decoder.read(n_here)
+            chosen = decoder.read(n_next)
             yield from chosen
             text = torch.cat([text, chosen.t()], dim=1)
-            n_tokens -= n_here
+            n_tokens -= n_next
 
 
 class _Decoder:
@@ -223,7 +215,7 @@ class _Decoder:
 
     def __init__(self, model: GPT, sampling: Sampling, n_texts: int) -> None:
         self._model, self._sampling = model, sampling
-        self.caches = model.build_caches(len(model.token_positions))
+        self.caches = model.build_caches(model.sequence_length)
         device = model.head_weight.device
         self._ids, self._starts = torch.zeros(2, n_texts, dtype=torch.int64, device=device)
         self._end_id = -1
@@ -239,10 +231,10 @@ class _Decoder:
         self._number.zero_()
         if self._sampling.temperature:
             shape = n_tokens, *self._draws.shape[1:]
-            drawn = torch.empty(shape, pin_memory=self._ids.is_cuda)
-            for each in drawn:
-                each.exponential_(generator=generator)
-            self._draws[:n_tokens].copy_(drawn, non_blocking=True)
+            draws = torch.empty(shape, pin_memory=self._ids.is_cuda)
+            for draws_of_token in draws:
+                draws_of_token.exponential_(generator=generator)
+            self._draws[:n_tokens].copy_(draws, non_blocking=True)
 
     def start(self, text: Tensor, end_id: int | None) -> None:
         """Reads whole texts, (B, T), and chooses the next token of each."""
@@ -264,12 +256,11 @@ class _Decoder:
 
     def step(self) -> None:
         """Reads the newest tokens, and chooses the next ones."""
-        if self._graph is None and self._ids.is_cuda:
-            self._graph = self._record()
-        if self._graph is None:
-            self._compute()
-        else:
+        if self._ids.is_cuda:
+            self._graph = self._graph or self._record()
             self._graph.replay()
+        else:
+            self._compute()
         self.caches[0].n_tokens += 1
 
     def read(self, n_tokens: int) -> Tensor:
@@ -302,14 +293,14 @@ class _Decoder:
     def _record(self) -> torch.cuda.CUDAGraph:
         """Records a step; one before it, without effect, lets libraries prepare."""
         state = (self._ids, self._starts, self._place, self._number, self._chosen)
-        before = [each.clone() for each in state]
+        before = [tensor.clone() for tensor in state]
         stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream), _eagerly():
             self._compute()
         torch.cuda.current_stream().wait_stream(stream)
-        for each, value in zip(state, before, strict=True):
-            each.copy_(value)
+        for tensor, value in zip(state, before, strict=True):
+            tensor.copy_(value)
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph), _eagerly():
             self._compute()

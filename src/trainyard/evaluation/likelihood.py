@@ -37,10 +37,12 @@ class Answer:
     """What a model makes of a question.
 
     Attributes:
-        log_likelihoods: of the choices, in nats.
-        greedy: whether greedy decoding gives them.
-        correct: whether the right choice is the likeliest; of one choice, whether it is greedy.
-        correct_normalized: whether it is the likeliest per character; None: not of this kind.
+        log_likelihoods: one for each choice, in nats.
+        greedy: whether greedy decoding gives the choice.
+        correct: whether the right choice is the likeliest; if it is the only one, whether it is
+            greedy.
+        correct_normalized: whether it is the likeliest per character; None: not a score of this
+            task.
     """
 
     log_likelihoods: list[float]
@@ -55,13 +57,13 @@ class TaskScores:
 
     n_items: int
     step: int
-    """Of the checkpoint."""
+    """The checkpoint's."""
     accuracy: float
     accuracy_stderr: float | None
     normalized_accuracy: float | None = None
     normalized_accuracy_stderr: float | None = None
     perplexity: float | None = None
-    """Of the last words."""
+    """LAMBADA's, of the last words."""
     perplexity_stderr: float | None = None
 
     def as_dict(self) -> dict[str, Any]:
@@ -172,11 +174,8 @@ def score_windows(
 def score_answers(answers: Sequence[Answer], step: int) -> TaskScores:
     """Scores the answers of one task, of one item or more."""
     accuracy = [float(answer.correct) for answer in answers]
-    normalized = [
-        float(answer.correct_normalized)
-        for answer in answers
-        if answer.correct_normalized is not None
-    ]
+    answered = [answer.correct_normalized for answer in answers]
+    normalized = [float(correct) for correct in answered if correct is not None]
     scores: dict[str, Any] = {}
     if normalized:
         scores["normalized_accuracy"], scores["normalized_accuracy_stderr"] = _mean(normalized)

@@ -37,10 +37,11 @@ class Question:
     """What the model chooses from.
 
     Attributes:
-        pairs: context and continuation of each choice; of one choice, its continuation must be the
-            model's own.
+        pairs: context and continuation of each choice; if there is one choice, the model has to
+            continue with it by itself.
         gold: the number of the right one.
-        lengths: characters of each choice, which normalize its log-likelihood; empty: not done.
+        lengths: characters of each choice, which normalize its log-likelihood; empty: no
+            normalization.
         place: file and line.
     """
 
@@ -218,8 +219,8 @@ def _read_task(source: str) -> Task:
 def _recognize(row: dict[str, Any], path: Path) -> str:
     for kind, line in KINDS.items():
         # A missing answer has a message of its own; those of PIQA are in another file.
-        needed = {each.encode_name for each in msgspec.structs.fields(line) if each.required}
-        if needed - _KEYS <= row.keys():
+        fields = {field.encode_name for field in msgspec.structs.fields(line) if field.required}
+        if fields - _KEYS <= row.keys():
             return kind
     raise DataError(
         f"{path} is of no known kind: its first line has the fields {', '.join(row) or 'none'}",
@@ -230,7 +231,15 @@ def _recognize(row: dict[str, Any], path: Path) -> str:
 def _read_rows(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
     """Yields the place and the fields of each line that is not empty."""
     if path.suffix == ".parquet":
-        yield from _read_parquet(path)
+        require("pyarrow")
+        import pyarrow
+        import pyarrow.parquet
+
+        try:
+            rows = pyarrow.parquet.read_table(path).to_pylist()
+        except (pyarrow.ArrowException, OSError) as error:
+            raise DataError(f"cannot read {path}: {error}", "name a file of a task") from None
+        yield from ((f"{path}:{number}", row) for number, row in enumerate(rows, 1))
         return
     for place, line in _read_lines(path):
         try:
@@ -250,18 +259,6 @@ def _read_lines(path: Path) -> Iterator[tuple[str, bytes]]:
     for number, line in enumerate(lines, 1):
         if line.strip():
             yield f"{path}:{number}", line
-
-
-def _read_parquet(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
-    require("pyarrow")
-    import pyarrow
-    import pyarrow.parquet
-
-    try:
-        rows = pyarrow.parquet.read_table(path).to_pylist()
-    except (pyarrow.ArrowException, OSError) as error:
-        raise DataError(f"cannot read {path}: {error}", "name a file of a task") from None
-    yield from ((f"{path}:{number}", row) for number, row in enumerate(rows, 1))
 
 
 def _add_labels(

@@ -21,6 +21,7 @@ from torch import Tensor
 from trainyard.checkpoint.format import read_manifest
 from trainyard.checkpoint.load import build_model_from_checkpoint, load_into, load_tokenizer_copy
 from trainyard.checkpoint.resume import find_checkpoint
+from trainyard.config.devices import is_cpu_of_amd
 from trainyard.config.load import override_run, render_run
 from trainyard.config.precisions import Precision, PrecisionKind
 from trainyard.config.rules import change
@@ -33,13 +34,12 @@ from trainyard.errors import ConfigError, DataError
 from trainyard.evaluation.loss import Ids, Predictor, loss_of_model, pad_batch
 from trainyard.files import FILE_LIMIT_BYTES, read_file
 from trainyard.launch.environment import Process, refuse_missing_devices
+from trainyard.layout.resolve import resolve
 from trainyard.model.gpt import GPT
 from trainyard.parallel.mesh import build_mesh, choose_device, name_device_errors
 from trainyard.parallel.model import ParallelModel
 from trainyard.parallel.placement import local_part, place
 from trainyard.parallel.start import gather_facts, start_ranks
-from trainyard.planning.hardware import is_cpu_of_amd
-from trainyard.planning.resolve import resolve
 from trainyard.precision.block_scaled import torch_dtype
 from trainyard.precision.policy import use_onednn
 

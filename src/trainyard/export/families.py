@@ -302,7 +302,7 @@ class Family:
         number = re.match(r"blocks\.([0-9]+)", layer)
         theirs = self.names[re.sub(r"^blocks\.[0-9]+", "blocks.N", layer)]
         names = theirs.replace(".N.", f".{number[1]}.") if number else theirs
-        return [f"{each}.{kind}" for each in names.split()]
+        return [f"{part}.{kind}" for part in names.split()]
 
     def their_shapes(self, name: str, shape: Shape, model: Model) -> dict[str, Shape]:
         """Maps the names of our parameter's parts to their shapes."""
@@ -311,7 +311,7 @@ class Family:
         n_rows = [groups * size for size in sizes]
         n_rows = n_rows if len(names) > 1 else [sum(n_rows)]
         step = -1 if self._is_transposed(name, model) else 1
-        return {each: (n, *shape[1:])[::step] for each, n in zip(names, n_rows, strict=True)}
+        return {part: (n, *shape[1:])[::step] for part, n in zip(names, n_rows, strict=True)}
 
     def to_theirs(self, name: str, tensor: Tensor, model: Model) -> dict[str, Tensor]:
         """Converts our parameter to its parts; views if possible."""
@@ -323,8 +323,8 @@ class Family:
             parts = [torch.cat(parts)]
         is_transposed = self._is_transposed(name, model)
         return {
-            each: part.t() if is_transposed else part
-            for each, part in zip(names, parts, strict=True)
+            their_name: part.t() if is_transposed else part
+            for their_name, part in zip(names, parts, strict=True)
         }
 
     def from_theirs(self, name: str, parts: Sequence[Tensor], model: Model, n_rows: int) -> Tensor:
@@ -502,7 +502,7 @@ def read_config(text: bytes, place: str) -> tuple[Family, Model]:
     except ValueError as error:
         raise CheckpointError(f"{place} is not JSON: {error}", "download it again") from None
     names = keys.get("architectures") if isinstance(keys, dict) else None
-    family = next((each for each in FAMILIES if names == [each.architecture]), None)
+    family = next((one for one in FAMILIES if names == [one.architecture]), None)
     if family is None:
         raise CheckpointError(
             f"{place}: architectures={names!r:.200} cannot be imported", f"supported: {SUPPORTED}"

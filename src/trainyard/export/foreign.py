@@ -22,10 +22,10 @@ def refuse_foreign(path: Path) -> None:
         CheckpointError: it has one of those that are known.
     """
     table = resources.files("trainyard.config") / "foreign_formats.toml"
-    for pattern, known in tomllib.loads(table.read_text(encoding="utf-8")).items():
+    for pattern, software in tomllib.loads(table.read_text(encoding="utf-8")).items():
         if path.match(pattern) or next(path.glob(pattern), None):
             raise CheckpointError(
-                f"{path} is {known['what']}, which cannot be imported", known["hint"]
+                f"{path} is {software['what']}, which cannot be imported", software["hint"]
             )
 
 

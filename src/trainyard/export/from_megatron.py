@@ -12,30 +12,50 @@
 Files form a grid of tensor ranks and consecutive pieces of the model: pipeline stages, chunks of
 virtual stages, or single layers. Only weights are read; optimizer states are sharded in too many
 ways, and start from zero.
+
+Names of tensors, their parts on one of t tensor ranks, and ours:
+
+    ours                         theirs, on one of t tensor ranks                       cut
+    embedding.weight   (V, D)    embedding.word_embeddings.weight            (V'/t, D)  rows
+    positions.weight   (T, D)    embedding.position_embeddings.weight        (T, D)     no
+    blocks.0.attention.qkv.weight   layers.0.self_attention.query_key_value  (3D/t, D)  rows
+    blocks.0.attention.query_norm.weight   layers.0.self_attention.q_layernorm  (K)     no
+    blocks.0.attention.out.weight   layers.0.self_attention.dense            (D, D/t)   columns
+    blocks.0.mlp.up.weight          layers.0.mlp.dense_h_to_4h               (F/t, D)   rows
+    blocks.0.mlp.down.weight        layers.0.mlp.dense_4h_to_h               (D, F/t)   columns
+    head.weight        (V, D)    output_layer.weight, when untied            (V'/t, D)  rows
+
+V' is the padded vocabulary. Layers are numbered from 0 on each pipeline stage. Names changed over
+the years, as did the order of rows of queries, keys and values on a tensor rank, with H/t heads of
+K features each:
+
+    checkpoint_version 0      (3, H/t, K)
+                       1.0    (H/t, K, 3)
+                       2.0 on (H/t, 3, K), as ours; of groups (S/t, H/S + 2, K), as ours
+
+SwiGLU has (2, F/t) rows on a tensor rank, all its gates and then its values; ours are (F/t, 2).
 """
 
 from __future__ import annotations
 
+import itertools
 import logging
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
+from pydantic import ValidationError
 from torch import Tensor
 
-from trainyard.architecture import find_layer, shapes_of, stage_layers
+from trainyard.architecture import LayerSpec, find_layer, shapes_of, stage_layers
+from trainyard.checkpoint.format import first_problem
 from trainyard.config.run import Model
-from trainyard.errors import CheckpointError
+from trainyard.errors import CheckpointError, ConfigError
 from trainyard.export.foreign import refuse_foreign
-from trainyard.export.megatron import (
-    build_model,
-    our_name,
-    our_row_order,
-    read_arguments,
-    vocabulary_size_of,
-)
+from trainyard.export.megatron_flags import Conversion, classify, flag_table, nest, refusal
 from trainyard.export.run_folder import load_fitting, require_new, write_run_folder
 from trainyard.export.torch_file import Contents, TensorInFile, open_torch_file
 from trainyard.files import open_file
@@ -54,7 +74,61 @@ _RANKS_OF_DEEPSPEED = re.compile(r"mp_rank_(?P<rank>[0-9]{2,4})_model_states\.pt
 _OTHER_MODEL = "its arguments and its weights must belong together"
 _VERSIONS = (0, 1, 2, 3)
 _NO_WEIGHTS = ("_extra_state", "rotary_pos_emb.inv_freq")
-"""Of fp8, and what follows from `rotary_base`."""
+"""State of fp8, and what follows from `rotary_base`."""
+CORE_BLOCK_PARTS = {
+    "input_layernorm": "attention_norm",
+    "self_attention.linear_qkv": "attention.qkv",
+    "self_attention.q_layernorm": "attention.query_norm",
+    "self_attention.k_layernorm": "attention.key_norm",
+    "self_attention.linear_proj": "attention.out",
+    "pre_mlp_layernorm": "mlp_norm",
+    "mlp.linear_fc1": "mlp.up",
+    "mlp.linear_fc2": "mlp.down",
+}
+"""Megatron-Core's names of a block's layers; the names before it follow."""
+_BLOCK_PARTS = CORE_BLOCK_PARTS | {
+    "input_norm": "attention_norm",
+    "attention.query_key_value": "attention.qkv",
+    "self_attention.query_key_value": "attention.qkv",
+    "attention.dense": "attention.out",
+    "self_attention.dense": "attention.out",
+    "post_attention_layernorm": "mlp_norm",
+    "post_attention_norm": "mlp_norm",
+    "mlp.dense_h_to_4h": "mlp.up",
+    "mlp.dense_4h_to_h": "mlp.down",
+}
+_PARTS = {
+    "word_embeddings": "embedding",
+    "position_embeddings": "positions",
+    "final_layernorm": "final_norm",
+    "final_norm": "final_norm",
+    "output_layer": "head",
+    "word_embeddings_for_head": "head",
+}
+# Transformer Engine stores a norm with the following matrix.
+_NORM_INSIDE = {
+    "self_attention.linear_qkv.layer_norm": "attention_norm",
+    "mlp.linear_fc1.layer_norm": "mlp_norm",
+}
+_WRAPPERS = re.compile(
+    r"((model[0-9]*|module|language_model|embedding|encoder|transformer|decoder)\.)*"
+)
+_LAYER = re.compile(r"layers\.([0-9]{1,6})\.(.+)[._](weight|bias)")
+_OTHER = re.compile(r"([a-z_]+)\.(weight|bias)")
+_GPT2_VOCABULARY_SIZE = 50257
+
+# Saved arguments whose flag has another name, and those that have a flag, but are not read as it.
+_FLAGS = {
+    "add_bias_linear": "disable-bias-linear",
+    "add_position_embedding": "no-position-embedding",
+    "max_position_embeddings": "seq-length",
+    "rope_theta": "rotary-position-embeddings-theta",
+}
+_NOT_READ = {"seq_length", "vocab_size", "make_vocab_size_divisible_by"}
+_NOT_READ |= {"attention_dropout", "num_key_value_heads"}
+_SWITCHES = {"add_bias_linear", "add_position_embedding", "use_rope_scaling"}
+_SWITCHES |= {"bias_gelu_fusion", "openai_gelu"}
+_ENUMERATION = re.compile(r"PositionEmbeddingType(\(2\)|\.absolute)")
 
 
 @dataclass(frozen=True)
@@ -80,6 +154,7 @@ class _Grid:
         return name if is_embedding else f"layers.0.{name}"
 
 
+_Piece = dict[str, TensorInFile]
 _Sources = dict[str, list[TensorInFile]]
 """By our names: the shards of all tensor ranks."""
 
@@ -111,12 +186,11 @@ def import_megatron(folder: Path, output: Path, tokenizer: str = "") -> Path:
     vocabulary_size = vocabulary_size_of(settings.arguments, n_rows_theirs, tensor)
     if vocabulary_size is None:
         vocabulary_size = n_rows_theirs
-        logger.warning(
-            "%s has no vocabulary size: all %d rows of its embedding, padding included, "
-            "count as tokens",
-            grid.settings,
-            n_rows_theirs,
-        )
+        notes = [
+            f"it has no vocabulary size: all {n_rows_theirs} rows of its embedding, padding "
+            "included, count as tokens",
+            *notes,
+        ]
     model = build_model(fields, vocabulary_size, str(grid.settings))
     for note in notes:
         logger.warning("%s: %s", grid.settings, note)
@@ -180,11 +254,7 @@ def _find_grid(path: Path) -> _Grid:
     if not folder.is_dir():
         raise CheckpointError(f"no folder {folder}", "name the folder that Megatron saved to")
     for pattern in (_RANKS, _LAYERS, _RANKS_OF_DEEPSPEED):
-        if files := _find_files(folder, pattern):
-            rows = _in_order(folder, files)
-            if pattern is not _LAYERS and {piece for piece, _ in files} != {*range(len(rows))}:
-                problem = f"{folder} lacks some of its {len(rows)} pipeline stages"
-                raise CheckpointError(problem, _WHOLE)
+        if rows := _find_rows(folder, pattern):
             settings = folder / "mp_rank_00_model_states.pt" if pattern is _LAYERS else rows[0][0]
             return _Grid(folder, settings, rows, of_layers=pattern is _LAYERS)
     refuse_foreign(folder)
@@ -219,8 +289,8 @@ def _newest(path: Path) -> Path:
     return path
 
 
-def _find_files(folder: Path, pattern: re.Pattern[str]) -> dict[tuple[int, int], Path]:
-    """Finds files by piece and tensor rank."""
+def _find_rows(folder: Path, pattern: re.Pattern[str]) -> list[list[Path]]:
+    """Finds files, in rows by piece of the model and tensor rank; none if there are none."""
     found: dict[tuple[int, int], Path] = {}
     for path in sorted(folder.iterdir()):
         match = pattern.fullmatch(path.name)
@@ -231,31 +301,27 @@ def _find_files(folder: Path, pattern: re.Pattern[str]) -> dict[tuple[int, int],
             raise CheckpointError(
                 f"{path} is from an expert rank; our models have no experts", "import a dense GPT"
             )
-        place = (int(numbers.get("piece") or 0), int(numbers["rank"] or 0))
-        if place in found:
-            raise CheckpointError(f"{path} and {found[place]} are from the same rank", _WHOLE)
-        found[place] = path
-    if pattern is _RANKS:
-        for place, path in found.items():
+        key = (int(numbers.get("piece") or 0), int(numbers["rank"] or 0))
+        if key in found:
+            raise CheckpointError(f"{path} and {found[key]} are from the same rank", _WHOLE)
+        if pattern is _RANKS:
             usual, without_optimizer = path / "model_optim_rng.pt", path / "model_rng.pt"
             is_other = without_optimizer.exists() and not usual.exists()
-            found[place] = without_optimizer if is_other else usual
-    return found
-
-
-def _in_order(folder: Path, found: dict[tuple[int, int], Path]) -> list[list[Path]]:
-    """Arranges files in rows by piece and tensor rank."""
+            path = without_optimizer if is_other else usual
+        found[key] = path
     pieces = sorted({piece for piece, _ in found})
-    n_ranks = max(rank for _, rank in found) + 1
-    for piece in pieces:
-        for rank in range(n_ranks):
-            if (piece, rank) not in found:
-                raise CheckpointError(
-                    f"{folder} has no file of tensor rank {rank}, "
-                    f"{'pipeline stage or layer'} {piece}, but of {len(found)} others",
-                    _WHOLE,
-                )
-    return [[found[piece, rank] for rank in range(n_ranks)] for piece in pieces]
+    ranks = range(1 + max((rank for _, rank in found), default=-1))
+    for piece, rank in itertools.product(pieces, ranks):
+        if (piece, rank) not in found:
+            raise CheckpointError(
+                f"{folder} has no file of tensor rank {rank}, pipeline stage or layer {piece}, "
+                f"but of {len(found)} others",
+                _WHOLE,
+            )
+    if pattern is not _LAYERS and pieces != [*range(len(pieces))]:
+        problem = f"{folder} lacks some of its {len(pieces)} pipeline stages"
+        raise CheckpointError(problem, _WHOLE)
+    return [[found[piece, rank] for rank in ranks] for piece in pieces]
 
 
 def _describe(grid: _Grid) -> tuple[Contents, dict[Path, Contents]]:
@@ -289,20 +355,19 @@ def _name_tensors(grid: _Grid, contents: Mapping[Path, Contents], n_layers: int)
     sources: _Sources = {}
     first_block = 0
     for paths, ranks in _pieces(grid, contents):
-        names = [_our_names(rank, grid) for rank in ranks]
-        if any(other.keys() != names[0].keys() for other in names):
+        if any(other.keys() != ranks[0].keys() for other in ranks):
             raise CheckpointError(f"{paths[0]} and {paths[-1]} hold different tensors", _WHOLE)
         n_blocks = 0
-        for name in names[0]:
-            number = re.match(r"blocks\.([0-9]+)\.", name)
-            if number:
+        for name in ranks[0]:
+            ours = name
+            if number := re.match(r"blocks\.([0-9]+)\.", name):
                 n_blocks = max(n_blocks, int(number[1]) + 1)
                 ours = f"blocks.{int(number[1]) + first_block}.{name[number.end() :]}"
-            else:  # the copy of a tied embedding on the last stage
-                ours = "head.weight" if name == "embedding.weight" and name in sources else name
+            elif name == "embedding.weight" and name in sources:
+                ours = "head.weight"  # the copy of a tied embedding on the last stage
             if ours in sources and ours != "positions.weight":
                 raise CheckpointError(f"{paths[0]} repeats {name}", _OTHER_MODEL)
-            sources.setdefault(ours, [of_rank[name] for of_rank in names])
+            sources.setdefault(ours, [piece[name] for piece in ranks])
         first_block += n_blocks
     if first_block != n_layers:
         problem = f"{grid.folder} holds {first_block} layers; args.num_layers is {n_layers}"
@@ -312,36 +377,28 @@ def _name_tensors(grid: _Grid, contents: Mapping[Path, Contents], n_layers: int)
     return sources
 
 
-_Piece = dict[str, TensorInFile]
-
-
 def _pieces(
     grid: _Grid, contents: Mapping[Path, Contents]
 ) -> list[tuple[list[Path], list[_Piece]]]:
-    """Lists by piece of the model, in order, the file and the tensors of each tensor rank."""
+    """Lists the pieces of the model, in order: the file and the tensors of each tensor rank."""
     pieces: dict[tuple[int, int], list[_Piece]] = {}
     for index, row in enumerate(grid.files):
         for rank, path in enumerate(row):
             for name, tensor in contents[path].tensors.items():
-                if not name.endswith(_NO_WEIGHTS):
-                    chunk = re.match(r"model([0-9]+)\.", name)
-                    place = (int(chunk[1]) if chunk else 0, index)
-                    pieces.setdefault(place, [{} for _ in row])[rank][name] = tensor
-    return [(grid.files[place[1]], pieces[place]) for place in sorted(pieces)]
-
-
-def _our_names(piece: _Piece, grid: _Grid) -> _Piece:
-    found: _Piece = {}
-    for name, tensor in piece.items():
-        ours = our_name(grid.full_name(name))
-        if ours is None or ours in found:
-            which = "which our GPT lacks" if ours is None else f"a second one for {ours}"
-            raise CheckpointError(
-                f"{tensor.file} has the tensor {name!r}, {which}",
-                "its model computes something that ours does not",
-            )
-        found[ours] = tensor
-    return found
+                if name.endswith(_NO_WEIGHTS):
+                    continue
+                chunk = re.match(r"model([0-9]+)\.", name)
+                key = (int(chunk[1]) if chunk else 0, index)
+                piece = pieces.setdefault(key, [{} for _ in row])[rank]
+                ours = our_name(grid.full_name(name))
+                if ours is None or ours in piece:
+                    which = "which our GPT lacks" if ours is None else f"a second one for {ours}"
+                    raise CheckpointError(
+                        f"{tensor.file} has the tensor {name!r}, {which}",
+                        "its model computes something that ours does not",
+                    )
+                piece[ours] = tensor
+    return [(grid.files[key[1]], pieces[key]) for key in sorted(pieces)]
 
 
 def _check_tensors(sources: _Sources, model: Model, n_rows: int, grid: _Grid) -> None:
@@ -368,3 +425,155 @@ def _check_tensors(sources: _Sources, model: Model, n_rows: int, grid: _Grid) ->
     unknown = sorted(sources.keys() - wanted.keys() - copies)
     if unknown:
         raise CheckpointError(f"{grid.folder} has an extra {unknown[0]}", _OTHER_MODEL)
+
+
+def flag_of(argument: str) -> str:
+    """Returns the flag as which a saved argument is read; empty if it is not read."""
+    flag = _FLAGS.get(argument, argument.replace("_", "-"))
+    kind, target = classify(flag)
+    is_read = argument in _FLAGS or (kind in ("field", "rule") and target.startswith("model."))
+    return flag if is_read and argument not in _NOT_READ else ""
+
+
+def read_arguments(given: Mapping[str, Any], place: str) -> tuple[dict[str, Any], list[str]]:
+    """Reads `args` of a checkpoint as fields of the model, and notes for the user.
+
+    Raises:
+        CheckpointError: there are none, or they describe a model that ours cannot match.
+    """
+    if not given:
+        raise CheckpointError(
+            f"{place} has no 'args', so the number of heads is unknown",
+            "load and save it once with a Megatron-LM that stores its arguments",
+        )
+    try:
+        flags = {
+            flag_of(name): words
+            for name, value in given.items()
+            if (words := _words(name, value)) is not None
+        }
+        _check_together(given)
+        flags["attention-dropout"] = flags.setdefault("hidden-dropout", ["0.1"])
+        conversion = Conversion(flags, {})
+        fields = conversion.read_model()
+    except ConfigError as error:
+        raise CheckpointError(
+            f"{place} is not a GPT that can be imported: {error.problem}", error.hint
+        ) from None
+    if "model.positions" not in fields:
+        fields.pop("model.rotary_base", None)
+    dropout, of_attention = fields["model.dropout"], given.get("attention_dropout")
+    if of_attention not in (None, dropout):
+        conversion.notes.append(
+            f"attention_dropout is {of_attention}; model.dropout is hidden_dropout, {dropout}"
+        )
+    return fields, conversion.notes
+
+
+def _words(name: str, value: Any) -> list[str] | None:
+    """Returns the words after the flag of a saved argument; None if the flag is absent."""
+    flag = flag_of(name)
+    reason = "" if flag else refusal(name, value)
+    text = _ENUMERATION.sub("absolute", str(value))
+    accepted = flag_table()["value"].get(flag)
+    is_switch = isinstance(flag_table()["set"].get(flag), bool | str)
+    if (is_switch or name in _SWITCHES) and value not in (None, False, True):
+        reason = "it is on or off"
+    elif accepted and value is not None and text not in accepted:
+        reason = f"supported: {', '.join(accepted)}"
+    if reason:
+        problem = f"args.{name}: {reason} (got {value!r:.200})"
+        raise ConfigError(problem, "docs/megatron-flags.md lists all arguments")
+    if is_switch or name in _SWITCHES:
+        value = value == 0 if name.startswith("add_") else bool(value)
+    return None if value is None or value is False else [] if value is True else [text]
+
+
+def _check_together(given: Mapping[str, Any]) -> None:
+    """Checks arguments that depend on others, beside those of `Conversion`."""
+    experts, heads = given.get("num_experts"), given.get("num_attention_heads")
+    bases = [given[name] for name in ("rotary_base", "rope_theta") if given.get(name)]
+    has_other_gelu = not given.get("bias_gelu_fusion", True) and not given.get("openai_gelu")
+    counts = experts if isinstance(experts, list) else [experts]
+    key_heads = given.get("num_key_value_heads")
+    problems = {
+        "group_query_attention without num_query_groups": given.get("group_query_attention")
+        and not given.get("num_query_groups"),
+        "bias_gelu_fusion and openai_gelu are off, so its GELU is exact; ours is the tanh "
+        "approximation, as with either option": has_other_gelu and not given.get("swiglu"),
+        f"rotary_base and rope_theta are {bases}": bases[1:] not in ([], bases[:1]),
+        f"num_key_value_heads={key_heads} are not {heads}": key_heads not in (None, heads),
+        f"num_experts={experts}; our models have no experts": any(
+            count not in (None, 0, 1) for count in counts
+        ),
+    }
+    for problem, is_found in problems.items():
+        if is_found:
+            raise ConfigError(f"args.{problem}", "our models have no other option of that name")
+
+
+def build_model(fields: Mapping[str, Any], vocabulary_size: int, place: str) -> Model:
+    """Builds the model section of a run.
+
+    Raises:
+        CheckpointError: the values are invalid.
+    """
+    tables = nest({**fields, "model.vocabulary_size": vocabulary_size})
+    try:
+        return Model(**tables["model"])
+    except ValidationError as error:
+        raise CheckpointError(
+            f"{place} is not a GPT that can be imported: {first_problem(error)}",
+            "its arguments and its weights must belong together",
+        ) from None
+
+
+def vocabulary_size_of(arguments: Mapping[str, Any], n_rows: int, tensor: int) -> int | None:
+    """Finds the number of embedding rows with tokens; None if unknown.
+
+    Args:
+        arguments: theirs.
+        n_rows: of the whole embedding.
+        tensor: tensor ranks that it was padded for.
+    """
+    size, tokenizer = arguments.get("vocab_size"), arguments.get("tokenizer_type")
+    multiple = arguments.get("make_vocab_size_divisible_by", 128)
+    if size is None and tokenizer == "GPT2BPETokenizer":
+        size = _GPT2_VOCABULARY_SIZE
+    if not isinstance(size, int) or not isinstance(multiple, int):
+        return None
+    size += tokenizer == "NullTokenizer"  # that tokenizer adds an end-of-document token
+    return size if n_rows - multiple * tensor < size <= n_rows else None
+
+
+def our_name(name: str) -> str | None:
+    """Translates a parameter's name, `layers.0.mlp.dense_h_to_4h.bias` is `blocks.0.mlp.up.bias`.
+
+    Keeps the layer number. None if our models lack the parameter.
+    """
+    name = name[_WRAPPERS.match(name).end() :]  # type: ignore[union-attr]  # it matches ""
+    if match := _LAYER.fullmatch(name):
+        number, part, kind = match.groups()
+        ours = (_NORM_INSIDE if part.endswith(".layer_norm") else _BLOCK_PARTS).get(part)
+        return f"blocks.{int(number)}.{ours}.{kind}" if ours else None
+    match = _OTHER.fullmatch(name)
+    ours = _PARTS.get(match[1]) if match else None
+    return f"{ours}.{match[2]}" if match and ours else None
+
+
+def our_row_order(part: Tensor, layer: LayerSpec, version: float, tensor: int) -> Tensor:
+    """Reorders the rows of a fused layer, from one of some tensor ranks, as ours are.
+
+    Args:
+        part: weight or bias.
+        layer: ours, whole.
+        version: the checkpoint_version.
+        tensor: ranks.
+    """
+    n_groups, rows = layer.fused
+    sizes = n_groups // tensor, rows[0]
+    if version == 0 or layer.name.endswith("mlp.up"):
+        return part.reshape(len(rows), *sizes, -1).transpose(0, 1).reshape(part.shape)
+    if version == 1:
+        return part.reshape(*sizes, len(rows), -1).transpose(1, 2).reshape(part.shape)
+    return part

@@ -57,24 +57,24 @@ def find_repository(name: str, *, public: bool) -> Repository:
     api = HfApi()
     with _explain(name):
         user = api.whoami()
-        owners = [user["name"], *(each["name"] for each in user.get("orgs", []))]
+        owners = [user["name"], *(org["name"] for org in user.get("orgs", []))]
         only_reads = user.get("auth", {}).get("accessToken", {}).get("role") == "read"
         if only_reads or name.partition("/")[0].lower() not in map(str.lower, owners):
             problem = "can only read" if only_reads else f"writes to {', '.join(owners)}"
             raise ConfigError(f"cannot upload to {name}: the token {problem}", _HINTS[403])
         try:
-            found = api.model_info(name)
+            info = api.model_info(name)
         except RepositoryNotFoundError:
             return Repository(name, public)
         api.auth_check(name, write=True)
-        files = tuple(each.rfilename for each in found.siblings or ())
+        files = tuple(file.rfilename for file in info.siblings or ())
         if {*files} - {_GIT_ATTRIBUTES} and api.list_repo_commits(name)[0].title != _TITLE:
             problem = f"{name} holds {len(files)} files, not last changed by trainyard export"
             raise ConfigError(problem, "choose another name, or empty the repository yourself")
-    if public == bool(found.private):
+    if public == bool(info.private):
         hint = "change that in its settings on the Hub" if public else "pass --public to agree"
         raise ConfigError(f"{name} is {'private' if public else 'public'}", hint)
-    return Repository(name, public, found.sha or "", files)
+    return Repository(name, public, info.sha or "", files)
 
 
 def upload(repository: Repository, folder: Path) -> str:
@@ -93,7 +93,7 @@ def upload(repository: Repository, folder: Path) -> str:
             api.create_repo(name, private=not public)
         # Not `upload_folder`, which may make several commits.
         changes: list[CommitOperationAdd | CommitOperationDelete] = []
-        changes += (CommitOperationDelete(each) for each in sorted(gone))
+        changes += (CommitOperationDelete(old) for old in sorted(gone))
         changes += (CommitOperationAdd(path.name, path) for path in paths)
         api.create_commit(name, changes, commit_message=_TITLE, parent_commit=head or None)
     return f"{api.endpoint}/{name}"

@@ -86,7 +86,7 @@ def export_huggingface(
             CONFIG,
         )
     parts = _find_parts(checkpoint, manifest, family, run.model)
-    ours = {theirs: name for name, each in parts.items() for theirs in each}
+    ours = {theirs: name for name, shapes in parts.items() for theirs in shapes}
 
     @lru_cache(maxsize=1)  # it keeps the parts of one of our parameters
     def convert(name: str) -> dict[str, Tensor]:
@@ -102,7 +102,7 @@ def export_huggingface(
         _write_texts(partial, config, vocabulary, run.model.sequence_length)
         if card:
             (partial / "README.md").write_text(card, encoding="utf-8")
-        shapes = {name: shape for each in parts.values() for name, shape in each.items()}
+        shapes = {name: shape for of_parts in parts.values() for name, shape in of_parts.items()}
         shards = split_in_shards(outline(shapes, dtype), shard_limit_bytes)
         _write_weights(partial, shards, lambda theirs: convert(ours[theirs])[theirs])
         for path in partial.iterdir():
@@ -146,8 +146,8 @@ def compare_logits(checkpoint: Path, folder: Path, n_tokens: int = 128) -> float
     expected = ours.logits(ours(tokens))
     if not expected.isfinite().all():
         raise CheckpointError(f"the logits of {checkpoint} are not finite", OLDER_IS_KEPT)
-    found: torch.Tensor = theirs(tokens).logits
-    return float((found - expected).abs().max() / expected.abs().max())
+    logits: torch.Tensor = theirs(tokens).logits
+    return float((logits - expected).abs().max() / expected.abs().max())
 
 
 def _find_vocabulary(checkpoint: Path, manifest: Manifest) -> Vocabulary | None:
@@ -194,11 +194,11 @@ def _find_parts(
     n_rows = next(iter(stored.get("model.embedding.weight", ())), 0)
     shapes = parameter_shapes(model, n_rows)
     for name, shape in shapes.items():
-        found = stored.get(f"model.{name}")
-        if found != shape:
+        has = stored.get(f"model.{name}")
+        if has != shape:
             raise CheckpointError(
                 f"tensor 'model.{name}' in {path} "
-                + ("is missing" if found is None else f"has shape {list(found)}")
+                + ("is missing" if has is None else f"has shape {list(has)}")
                 + f"; its run needs {list(shape)}",
                 OLDER_IS_KEPT,
             )
@@ -276,9 +276,9 @@ def _find_weights(folder: Path) -> dict[str, Values]:
     else:
         refuse_foreign(folder)
         pickles = sorted(path.name for path in folder.glob("*.bin"))
-        found = f"only {', '.join(pickles)}, and pickles can run code" if pickles else "no weights"
+        others = f"only {', '.join(pickles)}, and pickles can run code" if pickles else "no weights"
         raise CheckpointError(
-            f"{folder} has no {WEIGHTS}; it has {found}",
+            f"{folder} has no {WEIGHTS}; it has {others}",
             "if you trust it, convert it: "
             "AutoModelForCausalLM.from_pretrained(FOLDER).save_pretrained(NEW_FOLDER)",
         )
@@ -291,7 +291,7 @@ def _find_weights(folder: Path) -> dict[str, Values]:
                 "the files are of two models: download or save the folder again",
             )
         weights |= header
-    if whole := [name for name, each in weights.items() if not each.dtype.is_floating_point]:
+    if whole := [name for name, values in weights.items() if not values.dtype.is_floating_point]:
         raise CheckpointError(
             f"tensor {whole[0]!r} in {folder} is quantized, to {weights[whole[0]].dtype}",
             "take a folder of this model that is not quantized",
@@ -314,7 +314,7 @@ def _find_tensors(
             name if name == family.head else family.prefix + name: values
             for name, values in theirs.items()
         }
-    found = {}
+    sources = {}
     for name, shape in parameter_shapes(model, n_rows).items():
         wanted = family.their_shapes(name, shape, model)
         for their, their_shape in wanted.items():
@@ -327,16 +327,16 @@ def _find_tensors(
                     f"its config.json says {list(their_shape)}",
                     _OTHER_CONFIG,
                 )
-        found[name] = [theirs.pop(their) for their in wanted]
+        sources[name] = [theirs.pop(their) for their in wanted]
     if model.tied_embeddings and family.head in theirs:
-        _require_equal_head(folder, family, theirs, found["embedding.weight"][0])
+        _require_equal_head(folder, family, theirs, sources["embedding.weight"][0])
     if unknown := sorted(name for name in theirs if not BUFFERS.fullmatch(name)):
         raise CheckpointError(
             f"{folder} has {len(unknown)} tensors that no {family.architecture} has: "
             f"{', '.join(unknown[:3])}",
             "merge adapters into the weights before importing",
         )
-    return found
+    return sources
 
 
 def _require_equal_head(

@@ -69,8 +69,8 @@ def import_command(source: str, settings: list[str], name: str) -> Imported:
             text = read_file(Path(path), SETTINGS_LIMIT_BYTES).decode()
         except (OSError, UnicodeDecodeError) as error:
             raise ConfigError(f"cannot read {path}: {error}", "give a script") from None
-        known = dict(text.split("=", 1) for text in settings)
-        words, files = read_command(text, arguments, known)
+        variables = dict(text.split("=", 1) for text in settings)
+        words, files = read_command(text, arguments, variables)
         notes = dropped_lines(text)
     imported = import_arguments(words, files, name)
     return Imported(imported.text, notes + imported.warnings)
@@ -90,13 +90,10 @@ def import_arguments(words: list[str], files: Mapping[str, str], name: str) -> I
     """
     flags = _read_flags(words)
     for flag, values in flags.items():
-        found = UNRESOLVED.search(flag + " ".join(values))
-        if (
-            found
-            and flag != "tensorboard-dir"
-            and (UNRESOLVED.search(flag) or classify(flag)[0] in ("field", "rule"))
-        ):
-            raise _explain_unresolved(found[1], flag)
+        unresolved = UNRESOLVED.search(flag + " ".join(values))
+        is_needed = UNRESOLVED.search(flag) or classify(flag)[0] in ("field", "rule")
+        if unresolved and is_needed and flag != "tensorboard-dir":
+            raise _explain_unresolved(unresolved[1], flag)
     flags = {flag: [UNRESOLVED.sub(r"<\1>", v) for v in values] for flag, values in flags.items()}
     accounts = _account(flags)
     run = Conversion(flags, files)
@@ -181,10 +178,7 @@ def _account(flags: Mapping[str, list[str]]) -> list[str]:
 
 
 def _render(
-    name: str,
-    fields: Mapping[str, Any],
-    origins: Mapping[str, str],
-    accounts: list[str],
+    name: str, fields: Mapping[str, Any], origins: Mapping[str, str], accounts: list[str]
 ) -> str:
     lines = ["# Written by trainyard import --from megatron-args; docs/megatron-flags.md."]
     lines.append(tomli_w.dumps({"name": name}).strip())
@@ -195,16 +189,13 @@ def _render(
         if isinstance(value, list):
             text = f"{leaf} = [{', '.join(json.dumps(item) for item in value)}]"
         sections.setdefault(section, []).append(f"{text} # {origins[key]}")
-    for section in sorted(sections, key=_order):
+    order = list(Run.model_fields)
+    for section in sorted(sections, key=lambda name: (order.index(name.partition(".")[0]), name)):
         lines += ["", f"[{section}]", *sections[section]]
     if accounts:
         lines += ["", "# The same by default, or without meaning here:"]
         lines += [f"#   {' '.join(line.split())}" for line in accounts]
     return "\n".join(lines) + "\n"
-
-
-def _order(section: str) -> tuple[int, str]:
-    return list(Run.model_fields).index(section.partition(".")[0]), section
 
 
 @cache
@@ -309,19 +300,17 @@ class Conversion:
             place: its keys.
             default: of what is absent; None to take absent, null and 0 as infinity.
         """
-        found: Any = self.deepspeed
+        value: Any = self.deepspeed
         for key in place.split("."):
-            found = found.get(key) if isinstance(found, dict) else found and "no table"
-        if default is None and found in (None, 0):
-            return float("inf")
-        if found is None and default is not None:
-            return default
-        if isinstance(found, bool) or not isinstance(found, int | float) or abs(found) > 2**31:
+            value = value.get(key) if isinstance(value, dict) else value and "no table"
+        if value is None or (default is None and value == 0):
+            return float("inf") if default is None else default
+        if isinstance(value, bool) or not isinstance(value, int | float) or abs(value) > 2**31:
             raise ConfigError(
-                f"--deepspeed_config: {place} needs a number (got {found!r})",
+                f"--deepspeed_config: {place} needs a number (got {value!r})",
                 "write the number that the training used",
             )
-        return found
+        return value
 
     def set(self, field: str, value: Any, *flags: str) -> None:
         """Sets a field, by those of some flags that are given."""
@@ -510,12 +499,12 @@ class Conversion:
     def _parallel(self) -> None:
         sequence = self.has("sequence-parallel") and self.fields["parallel.tensor"] > 1
         self.set("parallel.sequence", sequence, "sequence-parallel")
-        pipeline = ("pipeline-model-parallel-size", "no-pipeline-parallel")
-        n_stages = self.count(pipeline[0])
-        self.set("parallel.pipeline", n_stages, *pipeline)
-        if n_stages > 1 and self.has(pipeline[1]):
+        size, no_pipeline = "pipeline-model-parallel-size", "no-pipeline-parallel"
+        n_stages = self.count(size)
+        self.set("parallel.pipeline", n_stages, size, no_pipeline)
+        if n_stages > 1 and self.has(no_pipeline):
             raise ConfigError(
-                f"--{pipeline[1]} and --{pipeline[0]} {n_stages} contradict each other",
+                f"--{no_pipeline} and --{size} {n_stages} contradict each other",
                 "remove the one that the training does not use",
             )
         per_chunk = "num-layers-per-virtual-pipeline-stage"
@@ -535,10 +524,9 @@ class Conversion:
 
     def _sharding(self) -> None:
         stage, flag = 0, ""
-        if self.has("use-distributed-optimizer"):
-            stage, flag = 1, "use-distributed-optimizer"
-        if self.has("use-torch-fsdp2"):
-            stage, flag = 3, "use-torch-fsdp2"
+        for other, shards in (("use-distributed-optimizer", 1), ("use-torch-fsdp2", 3)):
+            if self.has(other):
+                stage, flag = shards, other
         if self.deepspeed:  # DeepSpeed reads its own settings, not --zero-stage
             stage, flag = int(self.setting("zero_optimization.stage", 0)), "deepspeed-config"
         if self.has("msamp") and stage == 0:

@@ -13,7 +13,7 @@ import logging
 import operator
 import re
 import shlex
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from trainyard.errors import ConfigError
@@ -56,13 +56,14 @@ class Script:
     not_followed: list[str] = field(default_factory=list)
 
     def read(self, text: str) -> None:
-        """Reads all statements; sets win over assignments."""
+        """Reads all statements; variables that are set already win over assignments."""
         given = frozenset(self.variables)
         text = text.replace("\r\n", "\n").replace("\\\n", " ")
         text = _LISTS.sub(r"\1", text)
         blocks: list[tuple[bool | None, bool | None]] = []  # this branch, any branch so far
         for statement in _statements(text):
-            state = _all(branch for branch, _ in blocks)
+            branches = [branch for branch, _ in blocks]
+            state = False if False in branches else None if None in branches else True
             word, _, rest = statement.partition(" ")
             if word in ("if", "elif"):
                 before = blocks.pop()[1] if word == "elif" else False
@@ -80,13 +81,13 @@ class Script:
                 self._run(statement, state, given)
 
     def _run(self, statement: str, state: bool | None, given: frozenset[str]) -> None:
-        found = _ASSIGNMENT.fullmatch(statement)
+        assignment = _ASSIGNMENT.fullmatch(statement)
         if document := _HEREDOC.match(statement + "\n"):
             if document[3]:
                 name = self.expand(document[3].strip("\"'"))
                 self.files[name] = document[4] if document[1] else self.expand(document[4])
-        elif found and found[1] not in given:
-            name, plus, value = found.groups()
+        elif assignment and assignment[1] not in given:
+            name, plus, value = assignment.groups()
             value = value[1:-1] if value.startswith("(") else value
             value = self.expand(re.sub("['\"]", "", value))
             value = f"{self.variables.get(name, '')} {value}" if plus else value
@@ -101,25 +102,25 @@ class Script:
         """Replaces expansions by their values, or by <NAME> in private characters."""
         return _EXPANSION.sub(self._value, text)
 
-    def _value(self, found: re.Match[str]) -> str:
-        if found["sum"] is not None:
-            inner = re.sub(r"(?<![\w$])[A-Za-z_]\w*", r"$\g<0>", self.expand(found["sum"]))
+    def _value(self, match: re.Match[str]) -> str:
+        if match["sum"] is not None:
+            inner = re.sub(r"(?<![\w$])[A-Za-z_]\w*", r"$\g<0>", self.expand(match["sum"]))
             return _calculate(self.expand(inner))
-        if (command := found["run"] or found["old"]) is not None:
+        if (command := match["run"] or match["old"]) is not None:
             echo = re.fullmatch(r"\s*echo\s+([^|;]*)", command)
             if command.strip() == "pwd":
                 return "."
             return self.expand(echo[1].replace('"', "")) if echo else f"\ue000$({command})\ue001"
-        name = found["braced"] or found["plain"]
-        if not self.variables.get(name) and found["default"] is not None:
-            return self.expand(found["default"].strip("\"'"))
+        name = match["braced"] or match["plain"]
+        if not self.variables.get(name) and match["default"] is not None:
+            return self.expand(match["default"].strip("\"'"))
         return self.variables.get(name, f"\ue000{name}\ue001")
 
     def _test(self, condition: str) -> bool | None:
-        found = _COMPARISON.fullmatch(condition.strip().removesuffix("; then").strip())
-        if not found:
+        match = _COMPARISON.fullmatch(condition.strip().removesuffix("; then").strip())
+        if not match:
             return None
-        left, sign, right = (self.expand(part.strip("\"'")) for part in found.groups())
+        left, sign, right = (self.expand(part.strip("\"'")) for part in match.groups())
         if UNRESOLVED.search(left + right):
             return None
         if sign in _COMPARE:
@@ -128,11 +129,6 @@ class Script:
             except ValueError:
                 return None
         return (left == right) is not (sign == "!=")
-
-
-def _all(branches: Iterable[bool | None]) -> bool | None:
-    states = list(branches)
-    return False if False in states else None if None in states else True
 
 
 def _calculate(text: str) -> str:
@@ -191,9 +187,8 @@ def read_command(
     Raises:
         ConfigError: the script has no training command, or several that differ.
     """
-    numbered = {str(i): value for i, value in enumerate(arguments, 1)}
-    together = " ".join(arguments)
-    own = {"PWD": ".", "#": str(len(arguments)), "@": together, "*": together, **numbered}
+    own = {"PWD": ".", "#": str(len(arguments)), **dict.fromkeys("@*", " ".join(arguments))}
+    own |= {str(i): value for i, value in enumerate(arguments, 1)}
     script = Script(own | settings)
     script.read(source)
     commands = sorted(set(script.commands))
@@ -216,8 +211,8 @@ def dropped_lines(source: str) -> list[str]:
     """Returns a note on the scheduler's options and the environment that a script sets, if any."""
     options = sorted(set(re.findall(r"^#(?:SBATCH|PBS|BSUB)\b", source, re.MULTILINE)))
     variables = re.findall(rf"^\s*export\s+({_ENVIRONMENT}_\w+)=", source, re.MULTILINE)
-    found = [*(f"{option} lines" for option in options), *sorted(set(variables))]
-    return [f"not imported: {', '.join(found)}: they belong in a cluster file"] if found else []
+    dropped = [*(f"{option} lines" for option in options), *sorted(set(variables))]
+    return [f"not imported: {', '.join(dropped)}: they belong in a cluster file"] if dropped else []
 
 
 def split_command(line: str) -> list[str]:

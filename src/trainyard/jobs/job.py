@@ -100,10 +100,9 @@ class Job:
     @property
     def options(self) -> list[str]:
         """The cluster's options for the scheduler, with the numbers of the job filled in."""
-        nodes, ranks = "1" if self.is_stage else str(self.n_nodes), str(self.n_ranks_per_node)
-        return [
-            each.replace("{nodes}", nodes).replace("{ranks}", ranks) for each in self.launch.options
-        ]
+        nodes, options = "1" if self.is_stage else str(self.n_nodes), self.launch.options
+        ranks = str(self.n_ranks_per_node)
+        return [one.replace("{nodes}", nodes).replace("{ranks}", ranks) for one in options]
 
     @property
     def image(self) -> str:

@@ -1,5 +1,12 @@
 """All schedulers, by the names that `scheduler` has in a cluster file.
 
+    local, mpi, ssh    `Scheduler`: the script runs immediately, without a queue
+    slurm, pbs         `BatchScheduler`: a queue
+
+To the rest of the code each is one object that writes, submits, follows and cancels its jobs. A
+further one is a class here, and its name in `config/cluster.py`; with a file of hosts and an
+mpiexec it needs no bash of its own.
+
 Slurm starts one task for each rank, or one torchrun on each node.
 
     before the time limit     Slurm sends SIGUSR1 only to the script; it asks the ranks to save,
@@ -25,33 +32,30 @@ There are three kinds of mpiexec:
     PALS        PMI_* and PMI_LOCAL_RANK, on HPE Cray machines; the only one with our CPU binding
 
 All end a job when a rank is killed; if a rank only fails, Hydra lets the others continue until
-their own parents notice (`launch/hang_reports.py`). None of them notices a silent host.
+their own parents notice (`launch/supervise.py`). None of them notices a silent host.
 """
 
 from __future__ import annotations
 
 import re
+import shlex
+import subprocess
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
-from trainyard.config.cluster import Launch, cpu_mask
+from trainyard.config.cluster import CONTROL, Launch, cpu_mask
 from trainyard.errors import LaunchError
 from trainyard.files import parse_json
 from trainyard.jobs.job import Job
-from trainyard.jobs.scheduler import (
-    ASK_SECONDS,
-    FORGOTTEN,
-    BatchScheduler,
-    JobState,
-    Phase,
-    Scheduler,
-    Settings,
-    call,
-    quote,
-    split,
-)
 from trainyard.launch.environment import first_host, read_variables
 
+Phase = Literal["waiting", "running", "ended", "unknown"]
+SUBMIT_SECONDS, ASK_SECONDS = 45.0, 20.0
+JOB_ID = re.compile(r"(?:^|\n)([A-Za-z0-9_.\[\]-]+)(?:;[^\n]*)?$")
+"""The id in what the submitter prints."""
 WARNING_SECONDS = 180
 """Before the time limit; Slurm checks every 30 s."""
 # Each is as wide as the longest value plus one space.
@@ -73,6 +77,167 @@ LOCAL_RANKS = {
     "mpich": "MPI_LOCALRANKID",
     "pals": "PMI_LOCAL_RANK",
 }
+
+Settings = dict[str, object]
+"""Variables of a script's header: a word, or the lines of an array, each a list of words."""
+
+
+@dataclass(frozen=True)
+class JobState:
+    """The state of a job in its scheduler."""
+
+    phase: Phase
+    text: str
+    """In the scheduler's words."""
+    nodes: str = ""
+    """Its nodes, in the scheduler's list format."""
+
+
+FORGOTTEN = JobState("ended", "the scheduler no longer knows it")
+
+
+class Scheduler(ABC):
+    """A way to start jobs."""
+
+    title: str
+    """Its name and what starts the ranks, with {mpiexec} for that of the cluster."""
+    submitter: tuple[str, ...] = ("bash",)
+    """The command that starts or submits a script."""
+    parts: tuple[str, ...]
+    """Files of `lib` that its scripts contain after rank.sh."""
+    shebang = "#!/bin/bash"
+    has_steps = False
+    """Whether it starts one program per node (torchrun), in containers of its own (pyxis)."""
+
+    def describe(self, launch: Launch) -> str:
+        """Returns its name and what starts the ranks, such as `PBS, mpiexec of mpich`."""
+        return self.title.format(mpiexec=launch.mpiexec)
+
+    def programs(self, launch: Launch) -> Sequence[str]:
+        """Returns the programs that can start a job; this machine must have one of them."""
+        return self.submitter[:1]
+
+    def check(self, job: Job) -> None:  # noqa: B027  not all reject something
+        """Rejects a job that this scheduler cannot run.
+
+        Raises:
+            LaunchError: says why.
+        """
+
+    def launcher(self, launch: Launch, n_nodes: int, n_ranks: int) -> str:
+        """Returns shell code that, before a command, starts it once per rank inside a job."""
+        words = [f"--nnodes={n_nodes}", f"--nproc-per-node={n_ranks}", "--rdzv-backend=c10d"]
+        return quote("torchrun", *words, "--rdzv-endpoint=FIRST:29500", "--no-python")
+
+    def directives(self, job: Job) -> list[str]:
+        """Returns the scheduler's options, as comments at the top of a script."""
+        return []
+
+    @abstractmethod
+    def settings(self, job: Job) -> Settings:
+        """Returns the variables of the header that `parts` read, besides those of all scripts."""
+
+
+class BatchScheduler(Scheduler):
+    """A scheduler with a queue."""
+
+    lister: str
+    ender: str
+    allocator: str
+    """The command that starts a shell in an allocation."""
+
+    @abstractmethod
+    def after(self, jobs: Sequence[str]) -> list[str]:
+        """Returns the options with which a job waits for others, which must succeed."""
+
+    @abstractmethod
+    def count_nodes_here(self) -> int:
+        """Returns the nodes of the allocation that this process is in; 0 outside."""
+
+    @abstractmethod
+    def log(self, job: str) -> str:
+        """Returns the name of a job's log in the run folder."""
+
+    @abstractmethod
+    def ask(self, job: str) -> JobState:
+        """Asks for a job's state.
+
+        Raises:
+            LaunchError: the scheduler does not answer.
+        """
+
+    def submit(self, script: Path, after: Sequence[str] = ()) -> str:
+        """Submits a script; returns the job id.
+
+        Args:
+            script: with the scheduler's options in its header.
+            after: ids of jobs that must succeed before it starts; if one fails, it never does.
+
+        Raises:
+            LaunchError: the scheduler is not here, does not answer, or refuses the job.
+        """
+        program, *words = self.submitter
+        words += self.after(after) if after else []
+        done = call([program, *words, str(script)], SUBMIT_SECONDS)
+        if done.returncode != 0:
+            reason = " ".join((done.stderr or done.stdout).split()) or "no reason given"
+            raise LaunchError(
+                f"{program} rejected {script}: {reason}",
+                "its options are at the top of that script: they come from the cluster file, "
+                "--account, --partition, --time and --nodes",
+            )
+        match = JOB_ID.search(done.stdout.strip())
+        if not match:
+            raise LaunchError(
+                f"{program} {script} returned {done.stdout.strip()!r}, which is not a job id",
+                f"check with {self.lister} whether the job exists",
+            )
+        return match[1]
+
+
+def call(argv: Sequence[str], seconds: float) -> subprocess.CompletedProcess[str]:
+    """Runs a program of a scheduler.
+
+    Raises:
+        LaunchError: it is not here, or does not answer in time.
+    """
+    try:
+        return subprocess.run(
+            argv, input="", capture_output=True, text=True, errors="replace", timeout=seconds
+        )
+    except FileNotFoundError:
+        raise LaunchError(
+            f"there is no {argv[0]} on this machine",
+            "launch on a login node of the cluster, or with --dry-run and submit the script there",
+        ) from None
+    except OSError as error:
+        raise LaunchError(f"{argv[0]} cannot be started: {error.strerror}") from None
+    except subprocess.TimeoutExpired:
+        raise LaunchError(
+            f"{argv[0]} has not answered within {seconds:g} s",
+            "the scheduler may be down; check whether the job exists before you try again",
+        ) from None
+
+
+def quote(*words: object) -> str:
+    """Quotes words for a shell.
+
+    Raises:
+        LaunchError: a word has a control character.
+    """
+    texts = [str(word) for word in words]
+    for text in texts:
+        if re.search(CONTROL, text):
+            raise LaunchError(
+                f"{text!r} has a control character, and would be a word of a job script",
+                "rename the file or folder, or start in another one",
+            )
+    return shlex.join(texts)
+
+
+def split(lines: Sequence[str]) -> list[str]:
+    """Returns the words of options that may have several each."""
+    return [word for line in lines for word in shlex.split(line)]
 
 
 def _bind_tasks(launch: Launch, n_ranks: int) -> list[str]:
@@ -158,7 +323,7 @@ class Slurm(BatchScheduler):
             log += f"/jobs/{job.name}-{'%A_%a' if is_array else '%j'}.log"
             given |= {"array": f"0-{job.n_nodes - 1}"} if is_array else {}
             given |= {"nodes": 1, "ntasks-per-node": 1}
-            if not any(each.startswith(("-c", "--cpus-per-task")) for each in launch.options):
+            if not any(option.startswith(("-c", "--cpus-per-task")) for option in launch.options):
                 given |= {"cpus-per-task": launch.prepare.workers}
         else:
             log += f"/{self.log('%j')}"
@@ -245,10 +410,10 @@ class Pbs(BatchScheduler):
     def directives(self, job: Job) -> list[str]:
         """Returns #PBS lines."""
         launch, given = job.launch, job.options
-        if not any(each.startswith("-l") and "select=" in each for each in given):
+        if not any(option.startswith("-l") and "select=" in option for option in given):
             chunk = f"1:ncpus={launch.prepare.workers}" if job.is_stage else f"{job.n_nodes}"
             given = [f"-l select={chunk}", *given]
-        if not job.is_stage and not any("place=" in each for each in given):
+        if not job.is_stage and not any("place=" in option for option in given):
             given.append("-l place=scatter")
         log = job.folder / "jobs" if job.is_stage else job.folder
         lines = [f"-N {job.name}", *given]

@@ -23,8 +23,7 @@ from importlib import resources
 from trainyard.config.cluster import CONTROL
 from trainyard.errors import LaunchError
 from trainyard.jobs.job import Job
-from trainyard.jobs.scheduler import Scheduler, Settings, quote, split
-from trainyard.jobs.schedulers import SCHEDULERS
+from trainyard.jobs.schedulers import SCHEDULERS, Scheduler, Settings, quote, split
 from trainyard.launch.environment import PROMISE, hide_secrets
 from trainyard.launch.restarts import LIMIT
 from trainyard.launch.signals import STOP
@@ -121,7 +120,7 @@ def check_machine(job: Job, *, is_here: bool = False) -> None:
             "build or copy it there, or set another: --image, or image in [launch.container]",
         )
     names = SCHEDULERS[launch.scheduler].programs(launch)
-    if not is_here and not any(shutil.which(each) for each in names):
+    if not is_here and not any(shutil.which(name) for name in names):
         raise LaunchError(
             f"there is no {names[-1]} here, which the scheduler {launch.scheduler} needs",
             "run this on a login node of the cluster; --dry-run prints the script anywhere",
@@ -189,7 +188,7 @@ def _settings(job: Job) -> Settings:
         "n_nodes": job.n_nodes,
         "tasks_per_node": job.n_tasks_per_node,
         "restart_limit": LIMIT,
-        "needs": [[each] for each in job.needs],
+        "needs": [[path] for path in job.needs],
         "environment": [[f"{name}={value}"] for name, value in given.items()],
         "scratch": "" if job.is_stage else launch.scratch,
         "device_variable": launch.device_variable,
@@ -206,7 +205,7 @@ def _command(job: Job) -> list[Sequence[object]]:
     trainyard = ["-m", "trainyard.cli", *job.arguments]
     if not job.has_torchrun:
         return [trainyard]
-    names = ",".join([*(each.name for each in STOP), "SIGQUIT"])
+    names = ",".join([*(number.name for number in STOP), "SIGQUIT"])
     return [
         ["-m", "torch.distributed.run", "--rdzv-backend=c10d"],
         [f"--nnodes={job.n_nodes}", f"--nproc-per-node={job.n_ranks_per_node}"],

@@ -41,8 +41,7 @@ from trainyard.config.load import parse_toml
 from trainyard.config.section import Section
 from trainyard.errors import ConfigError, LaunchError, explain_failure
 from trainyard.files import publish_text, read_file
-from trainyard.jobs.scheduler import BatchScheduler, JobState
-from trainyard.jobs.schedulers import SCHEDULERS
+from trainyard.jobs.schedulers import SCHEDULERS, BatchScheduler, JobState
 from trainyard.launch.lock import find_holder
 from trainyard.units import format_number
 

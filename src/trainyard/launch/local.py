@@ -1,6 +1,6 @@
 """Processes of one job on this machine: starts, signals and ends them together.
 
-    run_ranks(4, [sys.executable, "-m", "trainyard.training.layout_check", FOLDER, "fp64"], logs)
+    run_ranks(4, watched_command("trainyard.simulate.layout_check", FOLDER), logs)
 
 The rendezvous of the ranks is a file, so no port is open. Rank 0 writes to this process's output,
 the others to `logs/rank-00003.log`. SIGINT, SIGTERM and SIGHUP are forwarded to all. If a rank
@@ -20,11 +20,13 @@ import os
 import signal
 import socket
 import subprocess
+import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
 from trainyard.errors import EXIT_HOLD, EXIT_REQUEUE, MachineError
@@ -95,6 +97,11 @@ class Worker:
         return f"was ended by {signal_name(-code)}" if code < 0 else f"ended with code {code}"
 
 
+def watched_command(*words: str) -> list[str]:
+    """Returns the command of a rank that its parent can watch: a module and its arguments."""
+    return [sys.executable, "-P", "-m", "trainyard.launch.watched", *words]
+
+
 def run_ranks(n_ranks: int, command: Sequence[str], logs: Path) -> None:
     """Runs a command as `n_ranks` connected ranks, and waits until they end.
 
@@ -108,8 +115,7 @@ def run_ranks(n_ranks: int, command: Sequence[str], logs: Path) -> None:
             the rank's indicates a bug.
         KeyboardInterrupt: Ctrl-C, which reaches all ranks, ended one.
     """
-    with open_places(n_ranks) as places:
-        _run(places, command, logs)
+    _run(n_ranks, None, command, logs)
 
 
 def run_one(process: Process, command: Sequence[str]) -> None:
@@ -118,17 +124,16 @@ def run_one(process: Process, command: Sequence[str]) -> None:
     Raises:
         MachineError: it died.
     """
-    with open_places(1, process) as places:
-        _run(places, command, None)
+    _run(1, process, command, None)
 
 
-def _run(places: Sequence[Process], command: Sequence[str], logs: Path | None) -> None:
-    workers: list[Worker] = []
+def _run(n_ranks: int, process: Process | None, command: Sequence[str], logs: Path | None) -> None:
     is_interrupted = False
-    with note_signals((signal.SIGINT, signal.SIGTERM, signal.SIGHUP)) as received:
+    with (
+        note_signals((signal.SIGINT, signal.SIGTERM, signal.SIGHUP)) as received,
+        start_workers(n_ranks, process, command, logs) as workers,
+    ):
         try:
-            for place in places:
-                workers.append(start_worker(place, command, logs))
             while any(worker.is_running for worker in workers):
                 if find_first_death(workers) is not None:
                     break
@@ -148,74 +153,82 @@ def _run(places: Sequence[Process], command: Sequence[str], logs: Path | None) -
 
 
 @contextmanager
-def open_places(n_ranks: int, process: Process | None = None) -> Iterator[list[Process]]:
-    """Yields the ranks that this process starts, which end with it.
+def start_workers(
+    n_ranks: int,
+    process: Process | None,
+    command: Sequence[str],
+    logs: Path | None,
+    *,
+    with_heartbeats: bool = False,
+    inherited: Sequence[int] = (),
+) -> Iterator[list[Worker]]:
+    """Starts ranks, and kills those that remain at the end of the block.
 
     Args:
         n_ranks: on this machine, where they meet in a file.
-        process: yielded instead, as one rank that already has its place.
-    """
-    reading, writing = os.pipe()
-    try:
-        if process is not None:
-            yield [replace(process, parent_pipe=reading)]
-            return
-        with tempfile.TemporaryDirectory(prefix="trainyard-") as folder:
-            store = Path(folder) / "store"
-            yield [
-                Process(number, n_ranks, number, n_ranks, store_file=store, parent_pipe=reading)
-                for number in range(n_ranks)
-            ]
-    finally:
-        os.close(reading)
-        os.close(writing)
-
-
-def start_worker(
-    process: Process,
-    command: Sequence[str],
-    logs: Path | None,
-    heartbeat: HeartbeatReader | None = None,
-    inherited: Sequence[int] = (),
-) -> Worker:
-    """Starts one process.
-
-    Args:
-        process: its rank; with a `parent_pipe`.
-        command: what it runs.
+        process: started instead, as one rank that already has its place.
+        command: what each runs.
         logs: the folder for the output of all ranks but 0; None: the output of this process.
-        heartbeat: memory for its heartbeats.
-        inherited: file descriptors that it keeps open.
+        with_heartbeats: give each memory for its heartbeats.
+        inherited: file descriptors that they keep open.
 
     Raises:
         MachineError: the program is missing, or no more processes can be started.
     """
-    assert process.parent_pipe is not None
-    descriptors = [process.parent_pipe, *inherited]
-    if heartbeat is not None:
-        process = replace(process, heartbeat=heartbeat.descriptor)
-        descriptors.append(heartbeat.descriptor)
+    workers: list[Worker] = []
+    with ExitStack() as stack:
+        reading, writing = os.pipe()
+        stack.callback(os.close, reading)
+        stack.callback(os.close, writing)
+        ranks = [process] if process else []
+        if process is None:
+            folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="trainyard-"))
+            meet = partial(Process, n_ranks=n_ranks, store_file=Path(folder) / "store")
+            ranks = [meet(n, local_rank=n, n_local_ranks=n_ranks) for n in range(n_ranks)]
+        try:
+            for rank in ranks:
+                heartbeat = None
+                if with_heartbeats:
+                    heartbeat = HeartbeatReader()
+                    stack.callback(heartbeat.close)
+                rank = replace(
+                    rank,
+                    parent_pipe=reading,
+                    heartbeat=heartbeat.descriptor if heartbeat else None,
+                )
+                workers.append(_start_worker(rank, command, logs, heartbeat, inherited))
+            yield workers
+        finally:
+            kill(workers)
+
+
+def _start_worker(
+    process: Process,
+    command: Sequence[str],
+    logs: Path | None,
+    heartbeat: HeartbeatReader | None,
+    inherited: Sequence[int],
+) -> Worker:
     log = logs / f"rank-{process.rank:05d}.log" if logs is not None and process.rank else None
     if log is not None:
         log.parent.mkdir(parents=True, exist_ok=True)
-    output = log.open("ab") if log else None
-    try:
-        running = subprocess.Popen(
-            command,
-            stdin=subprocess.DEVNULL,
-            stdout=output,
-            stderr=output,
-            env=rank_environment(process, max(1, len(bound_to()) // process.n_ranks)),
-            pass_fds=descriptors,
-            # Else Ctrl-C on a terminal reaches it twice, and the second means "at once".
-            process_group=0,
-        )
+    own = (process.parent_pipe, process.heartbeat)
+    with log.open("ab") if log else nullcontext() as output:
+        try:
+            running = subprocess.Popen(
+                command,
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=output,
+                env=rank_environment(process, max(1, len(bound_to()) // process.n_ranks)),
+                pass_fds=[*inherited, *(number for number in own if number is not None)],
+                # Else Ctrl-C on a terminal reaches it twice, and the second means "at once".
+                process_group=0,
+            )
+        except OSError as error:
+            problem = f"rank {process.rank} cannot start {command[0]}: {error}"
+            raise MachineError(problem) from error
         return Worker(process, running, log, output.tell() if output else 0, heartbeat)
-    except OSError as error:
-        raise MachineError(f"rank {process.rank} cannot start {command[0]}: {error}") from error
-    finally:
-        if output:
-            output.close()
 
 
 def find_first_death(workers: Sequence[Worker]) -> Worker | None:

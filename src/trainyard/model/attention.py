@@ -11,15 +11,15 @@ from torch import Tensor, nn
 from torch.backends import cuda
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from trainyard.architecture import block_layers
-from trainyard.config.run import CUDNN_TOKENS, Model
-from trainyard.model.documents import cumulative_lengths, document_mask
+from trainyard.architecture import block_layers, rotation_values
+from trainyard.config.run import CUDNN_TOKENS, Model, Recompute
 from trainyard.model.dropout import ATTENTION_WEIGHTS, at_site, dropout, rows_of_heads
-from trainyard.model.linear import Linear, Norm, apply, as_output
+from trainyard.model.linear import Linear, Norm, apply, as_output, recomputes
+from trainyard.model.positions import Positions, cumulative_lengths, document_mask
 
 CUDNN, FLASH = "cudnn_attention", "flash_attention"
 FLASH_HEAD_MULTIPLE = 8
-"""Of the sizes of heads that its kernels take."""
+"""Its kernels take head sizes in multiples of this."""
 
 
 class KeyValueCache:
@@ -56,6 +56,27 @@ class KeyValueCache:
         self.n_tokens = end
         return self._keys[:, :, :end], self._values[:, :, :end]
 
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
+        """Appends new tokens, and mixes the values of all so far: returns (B, H, new, K).
+
+        Args:
+            q: queries, (B, H, new, K).
+            k: keys, (B, S, new, K).
+            v: values, like the keys.
+            mask: of the documents, (B, 1, new, all so far); None to see all tokens before.
+        """
+        shape = q.shape
+        k, v = self.append(k, v)
+        if self.place is not None:
+            # As if the heads of a group were tokens: fewer kernels take shared keys and a mask.
+            q = q.reshape(len(q), k.shape[1], -1, q.shape[-1])
+        new, total = shape[2], k.shape[2]
+        # Flash attention takes no mask; one new token needs none.
+        if mask is None and 1 < new < total:
+            mask = torch.ones(new, total, dtype=torch.bool, device=q.device).tril(total - new)
+        mixed = _attend(q, k, v, attn_mask=mask, is_causal=new == total and mask is None)
+        return mixed.reshape(shape)
+
 
 class CausalAttention(nn.Module):
     """Attention core: mixes the values of each token and those before it; has no weights.
@@ -66,20 +87,16 @@ class CausalAttention(nn.Module):
 
     Attributes:
         first_head: number of the first head in the whole model.
-        positions: of the tokens in the sequence, ascending, int64, on the CPU.
         takes_cudnn: whether cuDNN computes what it can: on a GPU, without dropout and documents.
     """
 
-    def __init__(self, dropout: float, site: int, sequence_length: int) -> None:
+    def __init__(self, d_head: int, dropout: float, site: int) -> None:
         super().__init__()
-        self.dropout = dropout
-        self.site = site
+        self.d_head, self.dropout, self.site = d_head, dropout, site
         self.first_head = 0
         self.takes_cudnn = False
-        # No buffer: a model built on "meta" gets uninitialized memory for its buffers.
-        self.positions = torch.arange(sequence_length, device="cpu")
 
-    def describe(self, ends: Tensor, n_tokens: int, dtype: torch.dtype, kernel: str) -> Tensor:
+    def describe(self, ends: Tensor, n_tokens: int, dtype: torch.dtype) -> Tensor:
         """Describes the documents of a micro batch for `forward`, once for all blocks.
 
         Returns a mask, (B, 1, T, T), or cumulative lengths, (longest, documents + 1), all rows
@@ -89,9 +106,8 @@ class CausalAttention(nn.Module):
             ends: of documents, from `find_document_ends`.
             n_tokens: of whole sequences, T.
             dtype: of queries.
-            kernel: of attention, from `attention_kernel`; only flash attention takes lengths.
         """
-        if kernel == FLASH:
+        if attention_kernel(self.d_head, dtype, ends.device) == FLASH:
             return cumulative_lengths(ends).expand(n_tokens, -1)
         positions = torch.arange(n_tokens, device=ends.device)
         return document_mask(ends, positions, positions, dtype)
@@ -129,18 +145,13 @@ class CausalAttention(nn.Module):
     ) -> Tensor:
         B, H, T, K = q.shape
         precise = torch.promote_types(q.dtype, torch.float32)
-        each_head = (_repeat_heads(x, H).to(precise) for x in (q, k, v))
-        queries, keys_of_tokens, values = (x.flatten(0, 1) for x in each_head)
-        positions = self.positions[:T]
-        later = torch.zeros(T, T, dtype=precise)
-        later.masked_fill_(positions > positions[:, None], -torch.inf)
-        scores = torch.baddbmm(
-            later, queries, keys_of_tokens.transpose(1, 2), alpha=1 / math.sqrt(K)
-        )
+        queries, keys, values = (_repeat_heads(x, H).to(precise).flatten(0, 1) for x in (q, k, v))
+        later = torch.full((T, T), -torch.inf, dtype=precise).triu(1)
+        scores = torch.baddbmm(later, queries, keys.transpose(1, 2), alpha=1 / math.sqrt(K))
         scores = scores.view(B, H, T, T)
         weights = (scores if documents is None else scores + documents).softmax(-1)
-        rows = rows_of_heads(self.first_head, H, positions)
-        weights = dropout(weights, self.dropout, dropout_seeds, rows, positions)
+        rows = rows_of_heads(self.first_head, H, T, q.device)
+        weights = dropout(weights, self.dropout, dropout_seeds, rows)
         return (weights.flatten(0, 1) @ values).view(B, H, T, K).to(q.dtype)
 
 
@@ -150,9 +161,10 @@ class Attention(nn.Module):
     The rows of `qkv` are ordered (S, H/S + 2, K), so that equal shards keep groups whole.
     """
 
-    def __init__(self, model: Model) -> None:
+    def __init__(self, model: Model, recompute: Recompute = "none") -> None:
         super().__init__()
-        self.n_heads, self.d_head = model.n_heads, model.d_head
+        self.recompute = recompute
+        self.d_head, self.n_heads = model.d_head, model.n_heads
         layers = block_layers(model)
         _, (of_queries, *_) = layers["attention.qkv"].fused
         self.group_size = of_queries // model.d_head
@@ -161,61 +173,50 @@ class Attention(nn.Module):
         self.query_norm, self.key_norm = (
             None if spec is None else Norm(spec, model) for spec in norms
         )
-        copied = {"none": model.positions == "rotary", "head": False, "all": True}
+        copied = {"none": rotation_values(model) > 0, "head": False, "all": True}
         self.copies_queries = copied[model.query_key_norm]
-        self.core = CausalAttention(model.dropout, ATTENTION_WEIGHTS, model.sequence_length)
+        self.core = CausalAttention(model.d_head, model.dropout, ATTENTION_WEIGHTS)
         self.out = Linear(layers["attention.out"])
 
+    @recomputes("attention")
     def forward(
-        self,
-        x: Tensor,
-        dropout_seeds: Tensor | None = None,
-        rotation: Tensor | None = None,
-        documents: Tensor | None = None,
-        cache: KeyValueCache | None = None,
+        self, x: Tensor, positions: Positions, cache: KeyValueCache | None = None
     ) -> Tensor:
         """Attends from each token of `x`, (B, T, D), to itself and those before it.
 
         Args:
             x: the normalized residual stream.
-            dropout_seeds: dropout seeds of the block, (B,); None for no dropout.
-            rotation: of the tokens, from `rotary_table`; None without rotary positions.
-            documents: what the core takes; with a cache, a mask of (B, 1, T, all so far).
+            positions: of its tokens.
             cache: keys and values of the tokens before `x`, when generating.
         """
-        qkv = self.qkv(x)
-        # Tensor parallelism may gather more tokens than `x` has, and leaves fewer heads.
-        B, T, _ = qkv.shape
-        qkv = qkv.view(B, T, -1, self.group_size + 2, self.d_head)
+        q, k, v = self._split(self.qkv(x))
+        if self.query_norm is not None and self.key_norm is not None:
+            q, k = _normalize(q, self.query_norm), _normalize(k, self.key_norm)
+        if positions.rotation is not None:
+            q, k = (apply(_Rotation, part, positions.rotation) for part in (q, k))
+        q, k, v = (part.transpose(1, 2) for part in (q, k, v))  # (B, H, T, K), (B, S, T, K) twice
+        if cache is None:
+            mixed = self.core(q, k, v, positions.dropout_seeds, positions.documents)
+        else:
+            mixed = cache.attend(q, k, v, positions.documents)
+        out: Tensor = self.out(mixed.transpose(1, 2).flatten(2))  # (B, T, D)
+        return out
+
+    def _split(self, qkv: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Splits the output of `qkv` into (B, T, H, K) and (B, T, S, K) twice.
+
+        Tensor parallelism may have gathered more tokens than `x` has, and leaves fewer heads.
+        """
+        groups = qkv.view(*qkv.shape[:2], -1, self.group_size + 2, self.d_head)
         # Queries of groups are copies, and so are values where queries and keys become copies: a
         # view would keep all of `qkv` as well.
         if self.group_size > 1:
-            parts = qkv.split((self.group_size, 1, 1), 3)
+            parts = torch.split(groups, [self.group_size, 1, 1], 3)
             q, k, v = (part.flatten(2, 3).contiguous() for part in parts)
-        else:  # in the backward pass one kernel stacks them, and several would join a split
-            q, k, v = qkv.unbind(3)
-            if self.copies_queries:
-                v = v.contiguous()
-        if self.query_norm is not None and self.key_norm is not None:
-            q, k = _normalize(q, self.query_norm), _normalize(k, self.key_norm)
-        if rotation is not None:
-            q, k = (apply(_Rotation, x, rotation) for x in (q, k))
-        q, k, v = (part.transpose(1, 2) for part in (q, k, v))  # (B, H, T, K), (B, S, T, K) twice
-        if cache is None:
-            mixed = self.core(q, k, v, dropout_seeds, documents)
-        else:
-            k, v = cache.append(k, v)
-            if cache.place is not None:
-                # As if the heads of a group were tokens: fewer kernels take shared keys and a mask.
-                q = q.reshape(B, k.shape[1], -1, self.d_head)
-            mask, is_start = documents, k.shape[2] == T
-            # Flash attention takes no mask; one new token needs none.
-            if mask is None and not (is_start or T == 1):
-                mask = _new_see_all_before(T, k.shape[2], x.device)
-            mixed = _attend(q, k, v, attn_mask=mask, is_causal=is_start and mask is None)
-            mixed = mixed.reshape(B, -1, T, self.d_head)
-        out: Tensor = self.out(mixed.transpose(1, 2).reshape(B, T, -1))  # (B, T, D)
-        return out
+            return q, k, v
+        # In the backward pass one kernel stacks them, and several would join a split.
+        q, k, v = groups.unbind(3)
+        return q, k, v.contiguous() if self.copies_queries else v
 
 
 def _normalize(x: Tensor, norm: Norm) -> Tensor:
@@ -262,30 +263,6 @@ def _repeat_heads(x: Tensor, n_heads: int) -> Tensor:
     return x if x.shape[1] == n_heads else x.repeat_interleave(n_heads // x.shape[1], 1)
 
 
-def rotary_table(model: Model) -> Tensor | None:
-    """Returns cosines and sines of the angles by which rotary positions turn queries and keys.
-
-    Features i and i + K/2 of a head are a pair, which position p turns by p / base^(2i/K), less if
-    Llama 3's scaling lowers the frequency.
-
-    Returns:
-        (2, T, 1, K), each of the K/2 angles twice, fp64, on the CPU; None for learned positions.
-    """
-    if model.positions != "rotary":
-        return None
-    places = torch.arange(0, model.d_head, 2, dtype=torch.float64, device="cpu")
-    frequencies = model.rotary_base ** (-places / model.d_head)
-    scaling = model.rotary_scaling
-    if scaling:
-        turns = scaling.original_sequence_length * frequencies / (2 * math.pi)
-        low, high = scaling.low_frequency_factor, scaling.high_frequency_factor
-        kept = ((turns - low) / (high - low)).clamp(0, 1)
-        frequencies = frequencies * (kept + (1 - kept) / scaling.factor)
-    positions = torch.arange(model.sequence_length, dtype=torch.float64, device="cpu")
-    angles = (positions[:, None, None] * frequencies).repeat(1, 1, 2)
-    return torch.stack((angles.cos(), angles.sin()))
-
-
 class _Rotation(torch.autograd.Function):
     """Turns pairs of features of (B, T, heads, K), in the precision of `rotation`."""
 
@@ -329,7 +306,3 @@ def cudnn_can_attend(d_head: int, dtype: torch.dtype, device: torch.device) -> b
     call = cuda.SDPAParams(x, x, x, None, 0.0, True, False)
     with sdpa_kernel(SDPBackend.CUDNN_ATTENTION):
         return cuda.can_use_cudnn_attention(call)
-
-
-def _new_see_all_before(new: int, total: int, device: torch.device) -> Tensor:
-    return torch.ones(new, total, dtype=torch.bool, device=device).tril(total - new)

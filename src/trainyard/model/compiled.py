@@ -1,4 +1,4 @@
-"""Whether compiled blocks have the gradients of eager ones.
+"""Compiles blocks, and checks that they have the gradients of eager ones.
 
 A compiler that is wrong says nothing: torch 2.11 gave some functions a gradient of zero. So
 before a run compiles its blocks on a device for the first time, a small block is compared there.
@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import hashlib
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -16,14 +18,56 @@ from torch import Tensor
 from trainyard.config.run import Model, Recompute
 from trainyard.errors import MachineError
 from trainyard.files import publish_text
-from trainyard.model.attention import rotary_table
 from trainyard.model.dropout import sequence_seeds
-from trainyard.model.gpt import Block
+from trainyard.model.gpt import GPT, Block
 from trainyard.model.linear import Layer, add_to_gradients, cast_once
+from trainyard.model.positions import PositionTable
 
 N_TOKENS = 128
 BOUNDS = {torch.float32: 1e-3, torch.bfloat16: 0.1, torch.float16: 0.02}
 """Largest difference from rounding, of a gradient's norm; of a wrong one it is near 1."""
+
+
+def compile_blocks(model: GPT, *, in_order: bool = False) -> None:
+    """Compiles each block in place, and the loss; keeps parameter names.
+
+    Args:
+        model: this rank's part.
+        in_order: keep the order of operations. Otherwise Inductor may change it to save memory, and
+            computes weight gradients last instead of beside what ranks exchange.
+    """
+    options = {"reorder_for_peak_memory": False} if in_order else None
+    for block in model.blocks.values():
+        compile_block(block, options=options)
+    if model.cross_entropy is not None:
+        model.cross_entropy.compiles = True
+
+
+def compile_block(block: Any, **options: Any) -> None:
+    """Compiles a block in place; see `nn.Module.compile`."""
+    if block.recompute != "none":
+        _recompute_functions()
+    block.compile(**options)
+
+
+@cache
+def _recompute_functions() -> None:
+    """Makes torch 2.11 recompute what autograd functions compute; without it, their inputs stay."""
+    from torch._functorch.autograd_function import autograd_function_apply
+    from torch._higher_order_ops.wrap import TagActivationCheckpoint
+
+    tag_nodes = getattr(TagActivationCheckpoint, "tag_nodes", None)
+    if tag_nodes is None:  # later ones do
+        return
+
+    def tag_all(graph: Any, is_sac: bool) -> Any:
+        tag_nodes(graph, is_sac)
+        for call in graph.graph.find_nodes(op="call_function", target=autograd_function_apply):
+            for node in getattr(graph, call.args[0].target).graph.nodes:
+                node.meta |= {name: call.meta[name] for name in ("ac_graph_id", "recompute")}
+        return graph
+
+    TagActivationCheckpoint.tag_nodes = staticmethod(tag_all)  # type: ignore[attr-defined]
 
 
 @dataclass(frozen=True)
@@ -64,13 +108,9 @@ class Trial:
         block.attention.core.takes_cudnn = self.takes_cudnn
         block.to(self.device).train()
         if compiled:
-            block.compile(fullgraph=self.recompute == "none")
-        rotation = rotary_table(model)
-        if rotation is not None:
-            precise = torch.promote_types(self.dtype, torch.float32)
-            rotation = rotation.to(self.device, precise)
+            compile_block(block, fullgraph=self.recompute == "none")
+        table = PositionTable(model, self.dtype)
         layers = [each for each in block.modules() if isinstance(each, Layer)]
-        positions = torch.arange(N_TOKENS, device=self.device)
         found = {}
         with cast_once(layers, self.dtype):
             for number in range(2):
@@ -80,8 +120,9 @@ class Trial:
                 )
                 seeds = sequence_seeds(1, number, 0, 2).to(self.device) if model.dropout else None
                 add_to_gradients(layers)
+                positions = table.locate(x, None, None, None, None)
                 x.requires_grad_()
-                block(x, seeds, positions, rotation).backward(upstream)
+                block(x, positions._replace(dropout_seeds=seeds)).backward(upstream)
                 found[f"its input {number}"] = x.grad
         found |= {name: parameter.grad for name, parameter in block.named_parameters()}
         return {name: gradient for name, gradient in found.items() if gradient is not None}

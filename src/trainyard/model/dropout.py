@@ -35,7 +35,7 @@ from trainyard.model.linear import as_output
 ATTENTION_WEIGHTS, ATTENTION_OUTPUT, MLP_OUTPUT = 1, 2, 3
 SITES_PER_BLOCK = 3
 
-# Of SplitMix64 (https://doi.org/10.1145/2660193.2660195), as signed numbers.
+# Constants of SplitMix64 (https://doi.org/10.1145/2660193.2660195), as signed numbers.
 INCREMENT = 0x9E3779B97F4A7C15 - 2**64
 _FIRST_FACTOR = 0xBF58476D1CE4E5B9 - 2**64
 _SECOND_FACTOR = 0x94D049BB133111EB - 2**64
@@ -55,10 +55,10 @@ def at_site(seeds: Tensor, site: int) -> Tensor:
     return seeds + (wrapped - 2**64 if wrapped >= 2**63 else wrapped)
 
 
-def rows_of_heads(first_head: int, n_heads: int, positions: Tensor) -> Tensor:
+def rows_of_heads(first_head: int, n_heads: int, n_tokens: int, device: torch.device) -> Tensor:
     """Numbers the rows of attention weights, (H, T), by head of the whole model and position."""
-    heads = torch.arange(first_head, first_head + n_heads, device=positions.device)
-    return (heads << 32)[:, None] + positions
+    heads = torch.arange(first_head, first_head + n_heads, device=device)
+    return (heads << 32)[:, None] + number_columns(n_tokens, device)
 
 
 def dropout(

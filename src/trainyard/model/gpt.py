@@ -10,39 +10,27 @@ V padded vocabulary, L n_layers.
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Callable
-from functools import cache
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 
 from trainyard.architecture import Blocks, LayerSpec, block_layers, stage_layers
 from trainyard.config.run import Model, Recompute
-from trainyard.model.attention import Attention, KeyValueCache, attention_kernel, rotary_table
-from trainyard.model.documents import document_mask, document_starts, find_document_ends
-from trainyard.model.dropout import (
-    ATTENTION_OUTPUT,
-    MLP_OUTPUT,
-    SITES_PER_BLOCK,
-    Dropout,
-    at_site,
-)
+from trainyard.model.attention import Attention, KeyValueCache
+from trainyard.model.dropout import ATTENTION_OUTPUT, MLP_OUTPUT, Dropout
 from trainyard.model.linear import (
     Embedding,
+    Layer,
     Linear,
     MatmulFunction,
     Norm,
     PlainProduct,
-    apply,
-    as_output,
-    cached_blocks,
-    split_pairs,
+    recomputes,
 )
-from trainyard.model.loss import CrossEntropy
+from trainyard.model.loss import CrossEntropy, WholeVocabulary, score_sequences
+from trainyard.model.positions import Positions, PositionTable, find_document_ends
 
 
 class GPT(nn.Module):
@@ -63,11 +51,8 @@ class GPT(nn.Module):
         embedding: (V, D); also the tied head, if the stage ends with one.
         blocks: by number in the whole model.
         cross_entropy: of a stage with the loss.
+        position_table: of the tokens in a sequence.
         end_id: last token of a document, if attention is within documents.
-        token_positions: of the tokens in a sequence, int64, on the CPU until a pass needs them.
-        residual_positions: of the tokens in the residual stream, on the device after a pass.
-        rotation: of the tokens, from `rotary_table`, or of all positions if attention is within
-            documents; on the device after a pass.
     """
 
     def __init__(
@@ -85,14 +70,11 @@ class GPT(nn.Module):
         self.vocabulary_size = model.vocabulary_size
         self.d_model = model.d_model
         self.takes_tokens = blocks[0] == 0
+        self.sequence_length = model.sequence_length
+        self.position_table = PositionTable(model, compute_dtype)
         # None of random tokens, as benchmarks read, ends a document.
         end_id = -1 if model.end_of_document_id is None else model.end_of_document_id
         self.end_id = end_id if model.attention_within_documents else None
-        self.sequence_length = model.sequence_length
-        # No buffers: a model built on "meta" gets uninitialized memory for its buffers.
-        self.token_positions = torch.arange(model.sequence_length, device="cpu")
-        self.residual_positions = self.token_positions
-        self.rotation = rotary_table(model)
         self.embedding = _embedding(self.layers.get("embedding"))
         self.positions = _embedding(self.layers.get("positions"))
         self.dropout = Dropout(model.dropout, site=0)
@@ -140,64 +122,30 @@ class GPT(nn.Module):
                 absent: computed from the ends, with empty documents among them.
             caches: one per block when generating; `x` then continues what they hold.
         """
-        if not self.training or self.dropout.rate == 0:
-            dropout_seeds = None
-        start = caches[0].n_tokens if caches else 0
-        if self.end_id is not None and document_ends is None:
+        if document_ends is None and self.end_id is not None:
             document_ends = find_document_ends(x, self.end_id)
-        x = self.embedding(x) if self.takes_tokens and self.embedding is not None else x
-        # Kept there: each copy from ordinary memory would go through a buffer of the driver.
-        self.residual_positions = self.residual_positions.to(x.device, non_blocking=True)
-        positions = self.residual_positions[start : start + x.shape[1]]
-        rotation = self._rotation_of(start, x, document_ends)
-        if document_lengths is None:
-            documents = self._describe(start, x, document_ends, is_cached=caches is not None)
-        else:
-            documents = document_lengths[:, 0].flatten().expand(document_lengths.shape[1], -1)
-            if "torch._dynamo" in sys.modules:  # compiled blocks serve all sizes
-                torch._dynamo.maybe_mark_dynamic(documents, [0, 1])
-        if self.positions is not None:
-            x = x + self.positions(_in_documents(positions, document_ends))  # (B, T, D)
+        attention: Any = next(iter(self.blocks.values())).attention
+        start = caches[0].n_tokens if caches else None
+        positions = self.position_table.locate(
+            x, attention.core, document_ends, document_lengths, start
+        )
+        if self.training and self.dropout.rate > 0:
+            positions = positions._replace(dropout_seeds=dropout_seeds)
         if self.takes_tokens:
-            x = self.dropout(x.to(self.compute_dtype), dropout_seeds, positions)
+            x = self._embed(x, positions)
         for index, (number, block) in enumerate(self.blocks.items()):
-            # Seeds that include the site keep blocks alike, so that one compiled block serves all.
-            block_seeds = (
-                None
-                if dropout_seeds is None
-                else at_site(dropout_seeds, SITES_PER_BLOCK * int(number))
-            )
-            cache = caches[index] if caches else None
-            x = block(x, block_seeds, positions, rotation, documents, cache)
+            x = block(x, positions.in_block(int(number)), caches[index] if caches else None)
         return x if self.final_norm is None else self.final_norm(x)
 
-    def _rotation_of(self, start: int, x: Tensor, ends: Tensor | None) -> Tensor | None:
-        """Returns the rotation of the tokens of `x`, or of all that tensor ranks have of them."""
-        if self.rotation is None:
-            return None
-        precise = torch.promote_types(self.compute_dtype, torch.float32)
-        self.rotation = self.rotation.to(x.device, precise, non_blocking=True)
-        n_tokens = x.shape[1] * len(self.token_positions) // len(self.residual_positions)
-        if ends is None:
-            return self.rotation[:, start : start + n_tokens]
-        self.token_positions = self.token_positions.to(x.device, non_blocking=True)
-        positions = self.token_positions[start : start + n_tokens]
-        return self.rotation[:, _in_documents(positions, ends)]  # (2, B, T, 1, K)
-
-    def _describe(
-        self, start: int, x: Tensor, ends: Tensor | None, *, is_cached: bool
-    ) -> Tensor | None:
-        """Describes the documents for attention of the tokens of `x` from `start` on."""
-        if ends is None:
-            return None
-        if is_cached:
-            keys = torch.arange(start + x.shape[1], device=x.device)
-            return document_mask(ends, keys[start:], keys, self.compute_dtype)
-        attention: Any = next(iter(self.blocks.values())).attention
-        kernel = attention_kernel(attention.d_head, self.compute_dtype, x.device)
-        n_tokens = x.shape[1] * self.sequence_length // len(self.residual_positions)
-        documents: Tensor = attention.core.describe(ends, n_tokens, self.compute_dtype, kernel)
-        return documents
+    def _embed(self, tokens: Tensor, positions: Positions) -> Tensor:
+        """Maps token ids, (B, T), to the residual stream, (B, T, D)."""
+        assert self.embedding is not None, "this stage takes no tokens"
+        x: Tensor = self.embedding(tokens)
+        if self.positions is not None:
+            x = x + self.positions(positions.rows)
+        x = x.to(self.compute_dtype)
+        x = self.dropout(x, positions.dropout_seeds, positions.tokens)
+        return x
 
     def decode(
         self, tokens: Tensor, starts: Tensor, place: Tensor, caches: list[KeyValueCache]
@@ -212,17 +160,11 @@ class GPT(nn.Module):
             place: of the tokens in the texts, (1,), the `place` of all caches.
             caches: one per block, which saw the tokens before in `forward`.
         """
-        assert self.embedding is not None and self.final_norm is not None, "this is a stage"
-        keys = torch.arange(caches[0].most_tokens, device=place.device)
-        seen = (keys >= starts[:, None]) & (keys <= place)
-        positions = (place - starts)[:, None]  # (B, 1)
-        rotation = None if self.rotation is None else self.rotation[:, positions]
-        x = self.embedding(tokens[:, None])
-        if self.positions is not None:
-            x = x + self.positions(positions)
-        x = x.to(self.compute_dtype)
-        for block, kept in zip(self.blocks.values(), caches, strict=True):
-            x = block(x, None, place, rotation, seen[:, None, None], kept)
+        assert self.final_norm is not None, "this stage gives no hidden states for the head"
+        positions = self.position_table.locate_next(place, starts, caches[0].most_tokens)
+        x = self._embed(tokens[:, None], positions)
+        for block, cache in zip(self.blocks.values(), caches, strict=True):
+            x = block(x, positions, cache)
         hidden: Tensor = self.final_norm(x)
         return hidden[:, 0]
 
@@ -248,21 +190,28 @@ class GPT(nn.Module):
             labels: next token ids, (B, T), int64; -100 for no label.
         """
         assert self.cross_entropy is not None, "this stage gives no loss"
-        return self.cross_entropy.score(hidden, self.head_weight, labels, self.vocabulary_size)
+        shard = self.cross_entropy.shard or WholeVocabulary()
+        hidden, weight = shard.spread(hidden), self.head_weight
+        return score_sequences(hidden, weight, labels, self.vocabulary_size, shard)
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Scores the real vocabulary: (..., D) -> (..., vocabulary_size), fp32."""
         weight = self.head_weight[: self.vocabulary_size].to(hidden.dtype)
         return self.head_product(hidden, weight).float()
 
+    def layers_in_flight(self) -> list[Layer]:
+        """Lists the layers whose casts each micro batch in flight would make and hold.
+
+        Recomputed blocks hold none; on a CPU gradients of both ends keep the order of their sums.
+        """
+        parts = [each for each in self.blocks.values() if each.recompute != "block"]
+        ends = [each for each in (self.embedding, self.head) if each is not None]
+        parts += [each for each in ends if not each.weight.is_cpu]
+        return [layer for part in parts for layer in part.modules() if isinstance(layer, Layer)]
+
     def build_caches(self, n_tokens: int) -> list[KeyValueCache]:
         """Makes empty KV caches for `n_tokens`, one per block."""
         return [KeyValueCache(n_tokens) for _ in self.blocks]
-
-
-def _in_documents(positions: Tensor, ends: Tensor | None) -> Tensor:
-    """Counts positions, (T,), from the start of the sequence, or of each document, (B, T)."""
-    return positions if ends is None else positions - document_starts(ends, positions)
 
 
 def _embedding(spec: LayerSpec | None) -> Embedding | None:
@@ -280,92 +229,34 @@ class Block(nn.Module):
         self.recompute, self.norm_place = recompute, model.norm_place
         layers = block_layers(model)
         self.attention_norm = Norm(layers["attention_norm"], model)
-        self.attention = Attention(model)
+        self.attention = Attention(model, recompute)
         self.attention_dropout = Dropout(model.dropout, ATTENTION_OUTPUT)
         self.mlp_norm = Norm(layers["mlp_norm"], model)
         self.mlp = MLP(model)
         self.mlp_dropout = Dropout(model.dropout, MLP_OUTPUT)
 
-    def compile(self, *args: Any, **kwargs: Any) -> None:
-        """Compiles the block in place; see `nn.Module.compile`."""
-        if self.recompute != "none":
-            _recompute_functions()
-        super().compile(*args, **kwargs)
-
+    @recomputes("block")
     def forward(
-        self,
-        x: Tensor,
-        dropout_seeds: Tensor | None,
-        positions: Tensor,
-        rotation: Tensor | None = None,
-        documents: Tensor | None = None,
-        cache: KeyValueCache | None = None,
+        self, x: Tensor, positions: Positions, cache: KeyValueCache | None = None
     ) -> Tensor:
         """Maps the residual stream, (B, T, D), to the next.
 
         Args:
             x: the residual stream.
-            dropout_seeds: of this block, (B,); None for no dropout.
-            positions: of the tokens of `x`, (T,).
-            rotation: for attention.
-            documents: for attention.
+            positions: of its tokens, with the dropout seeds of this block.
             cache: keys and values of the tokens before, when generating.
         """
-        if self.recompute == "block" and self.training:
-            arguments = x, dropout_seeds, positions, rotation, documents
-            return _recompute(self._add_both, dropout_seeds, *arguments)
-        return self._add_both(x, dropout_seeds, positions, rotation, documents, cache)
-
-    def _add_both(
-        self,
-        x: Tensor,
-        dropout_seeds: Tensor | None,
-        positions: Tensor,
-        rotation: Tensor | None,
-        documents: Tensor | None,
-        cache: KeyValueCache | None = None,
-    ) -> Tensor:
-        is_before = self.norm_place == "before"
-        seen = self.attention_norm(x) if is_before else x
-        if self.recompute == "attention" and self.training:
-            arguments = seen, dropout_seeds, rotation, documents
-            mixed = _recompute(self.attention, dropout_seeds, *arguments)
+        if self.norm_place == "before":
+            mixed = self.attention(self.attention_norm(x), positions, cache)
         else:
-            mixed = self.attention(seen, dropout_seeds, rotation, documents, cache)
-        mixed = mixed if is_before else self.attention_norm(mixed)
-        x = x + self.attention_dropout(mixed, dropout_seeds, positions)
-        changed = self.mlp(self.mlp_norm(x)) if is_before else self.mlp_norm(self.mlp(x))
-        out: Tensor = x + self.mlp_dropout(changed, dropout_seeds, positions)
+            mixed = self.attention_norm(self.attention(x, positions, cache))
+        x = x + self.attention_dropout(mixed, positions.dropout_seeds, positions.tokens)
+        if self.norm_place == "before":
+            changed = self.mlp(self.mlp_norm(x))
+        else:
+            changed = self.mlp_norm(self.mlp(x))
+        out: Tensor = x + self.mlp_dropout(changed, positions.dropout_seeds, positions.tokens)
         return out
-
-
-@cache
-def _recompute_functions() -> None:
-    """Makes torch 2.11 recompute what autograd functions compute; without it, their inputs stay."""
-    from torch._functorch.autograd_function import autograd_function_apply
-    from torch._higher_order_ops.wrap import TagActivationCheckpoint
-
-    tag_nodes = getattr(TagActivationCheckpoint, "tag_nodes", None)
-    if tag_nodes is None:  # later ones do
-        return
-
-    def tag_all(graph: Any, is_sac: bool) -> Any:
-        tag_nodes(graph, is_sac)
-        for call in graph.graph.find_nodes(op="call_function", target=autograd_function_apply):
-            for node in getattr(graph, call.args[0].target).graph.nodes:
-                node.meta |= {name: call.meta[name] for name in ("ac_graph_id", "recompute")}
-        return graph
-
-    TagActivationCheckpoint.tag_nodes = staticmethod(tag_all)  # type: ignore[attr-defined]
-
-
-def _recompute(
-    function: Callable[..., Tensor], dropout_seeds: Tensor | None, *arguments: Tensor | None
-) -> Tensor:
-    # Only attention dropout on a GPU draws from a generator.
-    draws = dropout_seeds is not None and not dropout_seeds.is_cpu
-    out: Tensor = checkpoint(function, *arguments, use_reentrant=False, preserve_rng_state=draws)
-    return out
 
 
 class MLP(nn.Module):
@@ -384,47 +275,10 @@ class MLP(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """Maps (B, T, D) to (B, T, D) through (B, T, F)."""
         inner = self.up(x)
-        inner = apply(_SwiGLU, inner, self.up.gives_halves) if self.is_gated else _gelu(inner)
+        if self.is_gated:
+            gate, value = self.up.split(inner)
+            inner = F.silu(gate) * value
+        else:
+            inner = F.gelu(inner, approximate="tanh")
         out: Tensor = self.down(inner)
         return out
-
-
-def _gelu(x: Tensor) -> Tensor:
-    return F.gelu(x, approximate="tanh")
-
-
-class _SwiGLU(torch.autograd.Function):
-    """silu(gate) x value, (..., F), of outputs of `up`, (..., 2F); keeps nothing else."""
-
-    @staticmethod
-    def forward(ctx: Any, outputs: Tensor, are_halves: bool) -> Tensor:
-        ctx.save_for_backward(outputs)
-        ctx.are_halves = are_halves
-        gate, value = split_pairs(outputs, are_halves=are_halves)
-        return as_output(F.silu(gate).mul_(value))
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        (outputs,) = ctx.saved_tensors
-        of_outputs = torch.empty_like(outputs)
-        for block, of_block, of_out in cached_blocks(outputs, of_outputs, gradient):
-            gate, value = split_pairs(block, are_halves=ctx.are_halves)
-            of_gate, of_value = split_pairs(of_block, are_halves=ctx.are_halves)
-            of_value.copy_(F.silu(gate).mul_(of_out))
-            of_gate.copy_(torch.ops.aten.silu_backward(of_out * value, gate))
-        return of_outputs, None
-
-
-def compile_blocks(model: GPT, *, in_order: bool = False) -> None:
-    """Compiles each block in place, and the loss; keeps parameter names.
-
-    Args:
-        model: this rank's part.
-        in_order: keep the order of operations. Otherwise Inductor may change it to save memory, and
-            computes weight gradients last instead of beside what ranks exchange.
-    """
-    options = {"reorder_for_peak_memory": False} if in_order else None
-    for block in model.blocks.values():
-        block.compile(options=options)
-    if model.cross_entropy is not None:
-        model.cross_entropy.compiles = True

@@ -16,17 +16,19 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from functools import wraps
 from typing import Any, Protocol
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, library, nn
+from torch.utils.checkpoint import checkpoint
 
 from trainyard.architecture import LayerSpec
-from trainyard.config.run import Model
+from trainyard.config.run import Model, Recompute
 
-CACHE_BYTES = 2**20
-"""Of each core."""
+Forward = Callable[..., Tensor]
+"""The forward pass of a module: its input, the positions of tokens, and perhaps a cache."""
 
 
 class MatmulFunction(Protocol):
@@ -87,18 +89,25 @@ class Layer(nn.Module):
             there is none yet.
         n_parts: matrices whose rows alternate in the weight; in casts they follow each other.
         is_cast: whether passes use a cast of it.
+        collect: sums outputs over ranks, of which each has a part of them or of their rows; None
+            if each has all. A bias comes after it.
     """
 
     weight: nn.Parameter
     bias: nn.Parameter | None
     n_parts: int = 1
     is_cast: bool = True
+    collect: Callable[[Tensor], Tensor] | None = None
 
     def __init__(self, spec: LayerSpec) -> None:
         super().__init__()
         # Not of the class: compiled code would notice when they become the layer's own.
         self.casts: tuple[Tensor, Tensor | None] | None = None
         self.sums: tuple[Tensor | None, Tensor | None] | None = None
+        self.allocate(spec)
+
+    def allocate(self, spec: LayerSpec) -> None:
+        """Makes uninitialized parameters, of the whole layer or of a rank's shard."""
         self.weight = nn.Parameter(torch.empty(spec.weight))
         self.bias = nn.Parameter(torch.empty(spec.weight[:1])) if spec.has_bias else None
 
@@ -117,12 +126,13 @@ class Layer(nn.Module):
 class Linear(Layer):
     """A matmul, plus a bias, in the precision of the input.
 
-    Of a weight that alternates the rows of two matrices, outputs alternate too; on a CPU, and where
-    passes share casts, those of the first come first, since every other number is read slowly.
+    If a weight alternates the rows of two matrices, outputs alternate too. On a CPU, and where
+    passes share casts, those of the first matrix come first: reading every other number is slow.
 
     Attributes:
         product: computes the matmul; replaceable.
-        shared_input: whose input it multiplies; None: its own.
+        spread: gives every rank the whole input of a weight that ranks shard by outputs.
+        shared_input: does so too, beside the matmuls of the backward pass.
     """
 
     def __init__(self, spec: LayerSpec) -> None:
@@ -130,20 +140,19 @@ class Linear(Layer):
         self.is_paired = spec.fused[1] == (1, 1)
         self.n_parts = 2 if self.is_paired else 1
         self.product: MatmulFunction = PlainProduct()
+        self.spread: Callable[[Tensor], Tensor] | None = None
         self.shared_input: SharedInput | None = None
-
-    @property
-    def gives_halves(self) -> bool:
-        """Whether the outputs of two matrices follow each other, and do not alternate."""
-        return self.weight.is_cpu or (self.casts is not None and self.n_parts == 2)
 
     def forward(self, x: Tensor) -> Tensor:
         """Maps (..., inputs) to (..., outputs)."""
+        x = x if self.spread is None else self.spread(x)
         weight, bias = self.cast(x.dtype)
-        return self.multiply(x, weight, bias)
+        if self.collect is None:
+            return self._multiply(x, weight, bias)
+        out = self.collect(self._multiply(x, weight, None))
+        return out if bias is None else out + bias
 
-    def multiply(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        """Multiplies by the cast weight and adds the cast bias."""
+    def _multiply(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         values = total = None
         if self.is_paired and x.is_cpu and self.casts is None:
             if not torch.is_grad_enabled() and x.shape[:-1].numel() < x.shape[-1]:
@@ -160,33 +169,18 @@ class Linear(Layer):
         )
         return out
 
+    def split(self, outputs: Tensor) -> tuple[Tensor, Tensor]:
+        """Splits the outputs, (..., 2F), of a weight that alternates the rows of two matrices."""
+        if self.weight.is_cpu or (self.casts is not None and self.n_parts == 2):
+            first, second = outputs.chunk(2, -1)
+        else:
+            first, second = outputs.view(*outputs.shape[:-1], -1, 2).unbind(-1)
+        return first, second
+
 
 def _parts(rows: Tensor, n_parts: int) -> Tensor:
     """Views rows that alternate between matrices, (n F, ...), as these, (n, F, ...)."""
     return rows.view(-1, n_parts, *rows.shape[1:]).transpose(0, 1)
-
-
-def split_pairs(outputs: Tensor, *, are_halves: bool) -> tuple[Tensor, Tensor]:
-    """Splits the outputs, (..., 2F), of a weight that alternates the rows of two matrices."""
-    if are_halves:
-        first, second = outputs.chunk(2, -1)
-    else:
-        first, second = outputs.view(*outputs.shape[:-1], -1, 2).unbind(-1)
-    return first, second
-
-
-def cached_blocks(*tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
-    """Splits tensors of as many rows, (..., N), into blocks; on a GPU and compiled, into one.
-
-    On a CPU a block of the first tensor is as large as a core's second-level cache, so that one
-    operation finds there what the one before it read or wrote.
-    """
-    if torch.compiler.is_compiling() or not tensors[0].is_cpu:
-        return iter([tensors])
-    rows = [each.flatten(0, -2) for each in tensors]
-    bytes_per_row = rows[0].shape[1] * rows[0].element_size()
-    n_rows = max(1, torch.get_num_threads() * CACHE_BYTES // bytes_per_row)
-    return zip(*(torch.split(each, n_rows) for each in rows), strict=True)
 
 
 def as_output(x: Tensor) -> Tensor:
@@ -213,15 +207,50 @@ def apply(function: type[torch.autograd.Function], *arguments: Any) -> Tensor:
     return out
 
 
+def recomputes(part: Recompute) -> Callable[[Forward], Forward]:
+    """Decorates the forward pass of a part: its backward pass computes again what this one did.
+
+    Args:
+        part: does so in modules whose `recompute` is this, while they train.
+    """
+
+    def decorate(forward: Forward) -> Forward:
+        @wraps(forward)
+        def run(module: Any, x: Tensor, positions: Any, cache: Any = None) -> Tensor:
+            if module.recompute != part or not module.training:
+                return forward(module, x, positions, cache)
+            # Only attention dropout on a GPU draws from a generator.
+            seeds = positions.dropout_seeds
+            draws = seeds is not None and not seeds.is_cpu
+            out: Tensor = checkpoint(
+                forward, module, x, positions, use_reentrant=False, preserve_rng_state=draws
+            )
+            return out
+
+        return run
+
+    return decorate
+
+
 class Embedding(Layer):
-    """A matrix whose rows are read by number, in fp32; a head multiplies by its cast."""
+    """A matrix whose rows are read by number, in fp32; a head multiplies by its cast.
+
+    Attributes:
+        first_row: number of its first row, where ranks shard the rows.
+    """
 
     is_cast = False
+    first_row: int = 0
 
     def forward(self, rows: Tensor) -> Tensor:
-        """Maps (...), int64, to (..., D)."""
+        """Maps (B, T), int64, to (B, T, D)."""
         total = self.sums[0] if self.sums else None
-        return apply(_Rows, rows, self.weight, total)
+        if self.collect is None:
+            return apply(_Rows, rows, self.weight, total)
+        rows = rows - self.first_row
+        elsewhere = (rows < 0) | (rows >= len(self.weight))
+        found = apply(_Rows, rows.masked_fill(elsewhere, 0), self.weight, total)
+        return self.collect(found.masked_fill(elsewhere[..., None], 0.0))
 
 
 class _Rows(torch.autograd.Function):

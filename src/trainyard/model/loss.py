@@ -58,6 +58,9 @@ class ShardedVocabulary(Protocol):
     first_row: int
     """Its first row in the whole weight."""
 
+    def spread(self, hidden: Tensor) -> Tensor:
+        """Gives every rank the hidden states of all; sums their gradients."""
+
     def maximum(self, x: Tensor) -> Tensor:
         """Elementwise maximum over ranks."""
 
@@ -66,29 +69,29 @@ class ShardedVocabulary(Protocol):
 
 
 class WholeVocabulary:
-    """All rows of the weight, on one device."""
+    """All rows of the weight, on one device: nothing to exchange."""
 
     first_row = 0
 
     def maximum(self, x: Tensor) -> Tensor:
-        """Nothing to compare with."""
+        """Returns `x`."""
         return x
 
-    def sum(self, x: Tensor) -> Tensor:
-        """Nothing to add."""
-        return x
+    spread = sum = maximum
 
 
 class CrossEntropy(nn.Module):
-    """The model's loss; tensor parallelism replaces it.
+    """The model's loss.
 
     Attributes:
-        compiles: whether to compile what reads the logits.
+        compiles: whether to compile what reads the logits of a whole vocabulary.
         z_loss: coefficient of the z-loss.
+        shard: this rank's rows of the vocabulary; None: all of them.
     """
 
     compiles = False
     z_loss = 0.0
+    shard: ShardedVocabulary | None = None
 
     def forward(
         self,
@@ -99,12 +102,10 @@ class CrossEntropy(nn.Module):
         scale: float | Tensor,
     ) -> Tensor:
         """Sums over the labels, like `summed_cross_entropy`."""
-        options = LossOptions(vocabulary_size, None, self.compiles, self.z_loss).sharing(head)
+        cast, total = head.casts and head.casts[0], head.sums and head.sums[0]
+        options = LossOptions(vocabulary_size, self.shard, self.compiles, self.z_loss, cast, total)
+        hidden = (self.shard or WholeVocabulary()).spread(hidden)
         return summed_cross_entropy(hidden, head.weight, labels, options, scale)
-
-    def score(self, hidden: Tensor, weight: Tensor, labels: Tensor, vocabulary_size: int) -> Tensor:
-        """Scores the labels of each sequence, like `score_sequences`."""
-        return score_sequences(hidden, weight, labels, vocabulary_size, WholeVocabulary())
 
 
 class LossOptions(NamedTuple):
@@ -123,11 +124,6 @@ class LossOptions(NamedTuple):
     """The weight in the compute precision, if passes share it."""
     total: Tensor | None = None
     """Receives the gradient of the weight, in the forward pass, in place of autograd's."""
-
-    def sharing(self, head: Layer) -> LossOptions:
-        """Adds what the passes of a step share."""
-        cast, total = head.casts and head.casts[0], head.sums and head.sums[0]
-        return self._replace(cast=cast, total=total)
 
 
 def summed_cross_entropy(
@@ -162,7 +158,11 @@ def summed_cross_entropy(
 
 
 def score_sequences(
-    hidden: Tensor, weight: Tensor, labels: Tensor, vocabulary_size: int, shard: ShardedVocabulary
+    hidden: Tensor,
+    weight: Tensor,
+    labels: Tensor,
+    vocabulary_size: int,
+    shard: ShardedVocabulary,
 ) -> Tensor:
     """Scores the labels of each sequence; computes no other logits than theirs.
 

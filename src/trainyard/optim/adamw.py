@@ -60,33 +60,37 @@ class AdamW:
     Args:
         parameters: of this rank, in one precision.
         settings: of the run; one-dimensional parameters (biases and norms) are not decayed.
+
+    Attributes:
+        moments: of each parameter by name; empty before the first update.
     """
 
     def __init__(self, parameters: Sequence[nn.Parameter], settings: Optimizer) -> None:
         self.parameters = parameters
-        matrices = [each for each in parameters if each.ndim > 1]
-        vectors = [each for each in parameters if each.ndim == 1]
+        matrices = [parameter for parameter in parameters if parameter.ndim > 1]
+        vectors = [parameter for parameter in parameters if parameter.ndim == 1]
         groups = [(matrices, settings.weight_decay), (vectors, 0.0)]
         self._groups = [(group, decay) for group, decay in groups if group]
         self._settings = settings
-        self._moments: dict[nn.Parameter, dict[str, Tensor]] = {}
+        self.moments: dict[nn.Parameter, dict[str, Tensor]] = {}
         device = parameters[0].device if parameters else None
         self._n_updates = torch.zeros((), dtype=torch.float32, device=device)
 
     @torch.no_grad()
     def step(self, learning_rate: float, divisor: Tensor, skip: Tensor) -> None:
         """Updates all weights."""
-        if not self._moments:
+        if not self.moments:
             self.prepare_state(0)
         beta1, beta2 = self._settings.betas
         self._n_updates += 1
         for group, decay in self._groups:
-            gradients = [each.grad for each in group if each.grad is not None]
+            gradients = [parameter.grad for parameter in group if parameter.grad is not None]
             assert len(gradients) == len(group), "each parameter has a gradient"
-            first, second = ([self._moments[each][name] for each in group] for name in MOMENTS)
+            moments = [self.moments[parameter] for parameter in group]
+            first, second = ([states[name] for states in moments] for name in MOMENTS)
             torch._fused_adamw_(
-                [local_part(each) for each in group],
-                [local_part(each) for each in gradients],
+                list(map(local_part, group)),
+                list(map(local_part, gradients)),
                 first,
                 second,
                 [],
@@ -105,21 +109,17 @@ class AdamW:
 
     def state_of(self, local: LocalParameter) -> dict[str, Tensor]:
         """Returns this rank's moments of a parameter; none before the first update."""
-        return self.moments_of(local.parameter)
-
-    def moments_of(self, parameter: nn.Parameter) -> dict[str, Tensor]:
-        """Returns the moments of a parameter that belongs to no `LocalParameter`."""
-        return self._moments.get(parameter, {})
+        return self.moments.get(local.parameter, {})
 
     def prepare_state(self, n_updates: int | None) -> None:
         """Makes zero moments for a checkpoint to fill; None for none, as at the start."""
-        self._moments.clear()
+        self.moments.clear()
         if n_updates is None:
             return
         self._n_updates.fill_(n_updates)
         for parameter in self.parameters:
             values = local_part(parameter)
-            self._moments[parameter] = {name: torch.zeros_like(values) for name in MOMENTS}
+            self.moments[parameter] = {name: torch.zeros_like(values) for name in MOMENTS}
 
 
 @dataclass(frozen=True)
@@ -177,18 +177,17 @@ class LowPrecisionAdamW:
         seed: int,
         may_compile: bool,
     ) -> None:
-        low = [(each, place) for each, place in parameters if MASTER in each.stored.states]
-        self.matrices = {
-            each.name: Matrix.of(each, place, seed)
-            for each, place in low
-            if each.parameter.ndim > 1
-        }
-        self.vectors = {
-            each.name: (each, nn.Parameter(local_part(each.parameter).float()))
-            for each, _ in low
-            if each.parameter.ndim == 1
-        }
-        precise = [each.parameter for each, _ in parameters if MASTER not in each.stored.states]
+        self.matrices: dict[str, Matrix] = {}
+        self.vectors: dict[str, tuple[LocalParameter, nn.Parameter]] = {}
+        precise = []
+        for local, place in parameters:
+            if MASTER not in local.stored.states:
+                precise.append(local.parameter)
+            elif local.parameter.ndim > 1:
+                self.matrices[local.name] = Matrix.of(local, place, seed)
+            else:
+                master = nn.Parameter(local_part(local.parameter).float())
+                self.vectors[local.name] = (local, master)
         masters = [master for _, master in self.vectors.values()]
         self.plain = AdamW([*precise, *masters], settings)
         self._settings = settings
@@ -200,15 +199,15 @@ class LowPrecisionAdamW:
     @torch.no_grad()
     def step(self, learning_rate: float, divisor: Tensor, skip: Tensor) -> None:
         """Updates all weights with the gradients in `LocalParameter`."""
-        for each, master in self.vectors.values():
-            assert isinstance(each.converted_gradient, Tensor), each.name
-            master.grad = each.converted_gradient
+        for local, master in self.vectors.values():
+            assert isinstance(local.converted_gradient, Tensor), local.name
+            master.grad = local.converted_gradient
         self.plain.step(learning_rate, divisor, skip)
         for _, master in self.vectors.values():
             master.grad = None
         if self.vectors:
             torch._foreach_copy_(
-                [local_part(each.parameter) for each, _ in self.vectors.values()],
+                [local_part(local.parameter) for local, _ in self.vectors.values()],
                 [master.detach() for _, master in self.vectors.values()],
             )
         self._n_updates += skip == 0
@@ -227,10 +226,8 @@ class LowPrecisionAdamW:
             gradient = matrix.local.converted_gradient
             assert isinstance(gradient, BlockScaledTensor), matrix.local.name
             weight = local_part(matrix.local.parameter).view(-1, SCALED_COLUMNS)
-            parts = zip(
-                *(each.chunks() for each in (*matrix.states.values(), gradient)), strict=True
-            )
-            for chunks in parts:
+            tensors_in_chunks = [codes.chunks() for codes in (*matrix.states.values(), gradient)]
+            for chunks in zip(*tensors_in_chunks, strict=True):
                 here = chunks[0][1]
                 tensors = [t for codes, _ in chunks for t in (codes.values, codes.exponents)]
                 numbers = matrix.numbers(slice(here.start, here.start + len(tensors[0])))
@@ -248,7 +245,7 @@ class LowPrecisionAdamW:
         _, master = self.vectors.get(local.name, (local, None))
         if master is None:
             return self.plain.state_of(local)
-        return {MASTER: master.detach(), **self.plain.moments_of(master)}
+        return {MASTER: master.detach(), **self.plain.moments.get(master, {})}
 
     def prepare_state(self, n_updates: int | None) -> None:
         """Prepares the states for a checkpoint's; None adopts new weights."""
@@ -256,12 +253,9 @@ class LowPrecisionAdamW:
         self.plain.prepare_state(n_updates)
         if n_updates is None:
             for matrix in self.matrices.values():
-                codes = matrix.states[MASTER]
-                fresh = BlockScaledTensor.of(local_part(matrix.local.parameter), codes.values.dtype)
-                codes.values.copy_(fresh.values)
-                codes.exponents.copy_(fresh.exponents)
-            for each, master in self.vectors.values():
-                master.detach().copy_(local_part(each.parameter))
+                matrix.states[MASTER].copy_(local_part(matrix.local.parameter))
+            for local, master in self.vectors.values():
+                master.detach().copy_(local_part(local.parameter))
 
 
 def _compiles_codes(device: torch.device) -> bool:
@@ -309,7 +303,7 @@ def _update(
         for tensor in encode(values, old.dtype, noise(mix(key + purpose), numbers))
     ]
     working = decode(new[0], new[1]).to(weight.dtype)
-    for old, found in zip([*state[:6], weight], [*new, working], strict=True):
+    for old, updated in zip([*state[:6], weight], [*new, working], strict=True):
         bits = _BITS[old.element_size()]
         old = old.view(bits)
-        old.copy_(torch.where(is_skipped, old, found.view(bits)))
+        old.copy_(torch.where(is_skipped, old, updated.view(bits)))

@@ -26,7 +26,7 @@ class StepStats:
 
     @property
     def is_finite(self) -> Tensor:
-        """Whether loss and norm are."""
+        """Whether loss and norm are finite."""
         return torch.isfinite(self.norm) & torch.isfinite(self.loss)
 
     def divisor(self, clip_norm: float) -> Tensor:
@@ -51,7 +51,7 @@ def reduce_step_stats(
         n_labelled: tokens with a label in this rank's sequences.
         divisor: of the sum of all losses; totals are for their mean, whatever the divisor.
     """
-    norms = norms_of([each.gradient for each in parallel_model.local_parameters])
+    norms = norms_of([local.gradient for local in parallel_model.local_parameters])
     square = norms.square() @ parallel_model.norm_weights
     topology = parallel_model.mesh.topology
     alike = topology.n_ranks // topology.data  # ranks that work on the same sequences
@@ -72,7 +72,7 @@ def norms_of(gradients: Sequence[Tensor | BlockScaledTensor]) -> Tensor:
     """Returns the norm of each gradient, in fp64; for block-scaled ones, of the decoded values."""
     # On a CPU an fp32 sum of squares over a whole matrix is off by 3e-3 for an embedding of
     # 50,257 rows, and so differs from the sum of its shards. Rows are short enough, and as fast.
-    parts = [each if isinstance(each, Tensor) else each.block_norms() for each in gradients]
+    parts = [g if isinstance(g, Tensor) else g.block_norms() for g in gradients]
     if parts[0].is_cpu:
         parts = [torch.linalg.vector_norm(g, dim=-1) if g.ndim > 1 else g for g in parts]
         return torch.stack(torch._foreach_norm(parts, 2, torch.float64))

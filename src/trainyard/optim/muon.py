@@ -40,7 +40,7 @@ from trainyard.parallel.mesh import Mesh
 from trainyard.parallel.model import LocalParameter, ParallelModel
 from trainyard.parallel.placement import Placement, local_part, whole
 
-# Of the quintic iteration, from https://kellerjordan.github.io/posts/muon.
+# The quintic iteration of https://kellerjordan.github.io/posts/muon.
 N_ITERATIONS, COEFFICIENTS = 5, (3.4445, -4.7750, 2.0315)
 SMALLEST_NORM = 1e-7
 ADAMW_SIZE = 0.2
@@ -59,13 +59,13 @@ def orthogonalize(update: Tensor, fused: Fused = (1, ())) -> Tensor:
     if n_rows:
         n_columns = update.shape[1]
         largest = max(_size(n_groups * n, n_columns) for n in n_rows)
-        found = []
+        parts = []
         for part in torch.split(update.view(n_groups, -1, n_columns), list(n_rows), 1):
             matrix = part.flatten(0, 1)
             share = _size(*matrix.shape) / largest
             alone = orthogonalize(matrix)
-            found.append((alone if share == 1 else alone * share).view_as(part))
-        return torch.cat(found, 1).view(update.shape)
+            parts.append((alone if share == 1 else alone * share).view_as(part))
+        return torch.cat(parts, 1).view(update.shape)
     rows, columns = update.shape
     x = update.mT if rows > columns else update
     x = x / x.norm().clamp(min=SMALLEST_NORM)
@@ -93,9 +93,9 @@ class _Exchange:
     held: list[int]
     """Values that each rank gets back: those of its part."""
     first: int
-    """Of the values of this rank's part, the first that it sends."""
+    """Index, in this rank's part, of the first value that it sends."""
     order: Tensor
-    """Of each segment of the matrix, its number among those sent, rank by rank."""
+    """Position of each segment of the matrix among those sent, rank by rank."""
     parts: Tensor
     """The segments of all parts, rank by rank."""
 
@@ -175,25 +175,25 @@ class Muon:
 
     def __init__(self, parallel_model: ParallelModel, run: Run) -> None:
         mesh, locals_ = parallel_model.mesh, parallel_model.local_parameters
-        rest = [each for each in locals_ if MOMENTUM not in each.stored.states]
-        self.rest = AdamW([each.parameter for each in rest], run.optimizer)
+        rest = [local for local in locals_ if MOMENTUM not in local.stored.states]
+        self.rest = AdamW([local.parameter for local in rest], run.optimizer)
         self._settings, self._group = run.optimizer, mesh.stage
         dtype = next(iter(parallel_model.stages.values())).compute_dtype
         self._dtype = dtype if dtype.itemsize > torch.bfloat16.itemsize else torch.bfloat16
         exchanges: dict[tuple[Shape, int | None], _Exchange] = {}
         self.matrices: dict[str, _Matrix] = {}
-        for each in locals_:
-            if MOMENTUM in each.stored.states:
-                layer = find_layer(run.model, each.name)
-                kind = layer.weight, each.dimension
+        for local in locals_:
+            if MOMENTUM in local.stored.states:
+                layer = find_layer(run.model, local.name)
+                kind = layer.weight, local.dimension
                 if kind not in exchanges:
-                    sharded = run.parallel.zero_stage > 0
+                    sharded = run.parallel.shards_state
                     exchanges[kind] = _Exchange.of(mesh, *kind, sharded=sharded)
-                momentum = torch.zeros_like(local_part(each.parameter))
-                self.matrices[each.name] = _Matrix(each, layer, momentum, exchanges[kind])
+                momentum = torch.zeros_like(local_part(local.parameter))
+                self.matrices[local.name] = _Matrix(local, layer, momentum, exchanges[kind])
         matrices = list(self.matrices.values())
         n_ranks = 1 if self._group is None else self._group.size()
-        rounds = in_rounds([each.layer.weight for each in matrices], n_ranks)
+        rounds = in_rounds([matrix.layer.weight for matrix in matrices], n_ranks)
         self._rounds = [[matrices[number] for number in numbers] for numbers in rounds]
 
     @torch.no_grad()
@@ -204,10 +204,10 @@ class Muon:
         done = (skip == 0).double()
         decay = 1 - done * (learning_rate * self._settings.weight_decay)
         for matrices in self._rounds:
-            updates = (self._advance(each, divisor, done) for each in matrices)
-            for each, found in zip(matrices, self._orthogonalize(matrices, updates), strict=True):
-                weight = local_part(each.local.parameter).mul_(decay)
-                weight.addcmul_(found.view_as(weight), done * (-learning_rate * each.scale))
+            updates = (self._advance(matrix, divisor, done) for matrix in matrices)
+            for matrix, part in zip(matrices, self._orthogonalize(matrices, updates), strict=True):
+                weight = local_part(matrix.local.parameter).mul_(decay)
+                weight.addcmul_(part.view_as(weight), done * (-learning_rate * matrix.scale))
 
     def _advance(self, matrix: _Matrix, divisor: Tensor, done: Tensor) -> Tensor:
         """Updates the momentum; returns the update before it is orthogonalized."""
@@ -227,7 +227,7 @@ class Muon:
             return [orthogonalize(u, m.layer.fused) for m, u in zip(matrices, updates, strict=True)]
         rank, n_idle = group.rank(), group.size() - len(matrices)
         sent = [m.exchange.sent[rank] for m in matrices]
-        found = torch.cat(
+        values = torch.cat(
             [
                 update.flatten()[m.exchange.first :][:n]
                 for m, update, n in zip(matrices, updates, sent, strict=True)
@@ -236,14 +236,14 @@ class Muon:
         own = matrices[rank] if rank < len(matrices) else None
         nothing = [0] * group.size()
         from_all = own.exchange.sent if own else nothing
-        found = finish(start_all_to_all(found, sent + [0] * n_idle, from_all, group))
+        values = finish(start_all_to_all(values, sent + [0] * n_idle, from_all, group))
         if own:
-            found = own.exchange.put_together(found, own.layer.weight)
-            found = own.exchange.take_apart(orthogonalize(found, own.layer.fused))
-        held = [each.exchange.held[rank] for each in matrices]
+            values = own.exchange.put_together(values, own.layer.weight)
+            values = own.exchange.take_apart(orthogonalize(values, own.layer.fused))
+        held = [m.exchange.held[rank] for m in matrices]
         to_all = own.exchange.held if own else nothing
-        found = finish(start_all_to_all(found, to_all, held + [0] * n_idle, group))
-        return list(torch.split(found, held))
+        values = finish(start_all_to_all(values, to_all, held + [0] * n_idle, group))
+        return list(torch.split(values, held))
 
     def state_of(self, local: LocalParameter) -> dict[str, Tensor]:
         """Returns this rank's momentum, or moments, of a parameter."""

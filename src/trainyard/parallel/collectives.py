@@ -156,31 +156,26 @@ class InputOfGroup:
         return finish(started)
 
 
-def copy_to_group(x: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """Passes `x` to a computation split over ranks; sums their gradients in the backward pass."""
-    out: Tensor = _Collective.apply(x, group, _same, all_reduce)  # type: ignore[no-untyped-call]
-    return out
+def over(group: dist.ProcessGroup, collective: Collective) -> Callable[[Tensor], Tensor]:
+    """Returns a collective as a function of one tensor."""
+    return lambda x: collective(x, group)
 
 
-def reduce_from_group(x: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """Sums the partial results of all ranks."""
-    out: Tensor = _Collective.apply(x, group, all_reduce, _same)  # type: ignore[no-untyped-call]
-    return out
+def _differentiable(forward: Collective, backward: Collective) -> Collective:
+    def exchange(x: Tensor, group: dist.ProcessGroup) -> Tensor:
+        out: Tensor = _Collective.apply(x, group, forward, backward)  # type: ignore[no-untyped-call]
+        return out
+
+    return exchange
 
 
-def gather_tokens(x: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """Gathers (B, T/tp, ...) of all ranks to (B, T, ...); sums gradients in the backward pass."""
-    out: Tensor = _Collective.apply(x, group, all_gather, reduce_scatter)  # type: ignore[no-untyped-call]
-    return out
-
-
-def scatter_tokens(x: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """Sums (B, T, ...) over ranks and keeps this rank's (B, T/tp, ...)."""
-    out: Tensor = _Collective.apply(x, group, reduce_scatter, all_gather)  # type: ignore[no-untyped-call]
-    return out
-
-
-def exchange_parts(x: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """Sends `x[i]` to rank i, for every rank; `[i]` of the result came from rank i."""
-    out: Tensor = _Collective.apply(x, group, all_to_all, all_to_all)  # type: ignore[no-untyped-call]
-    return out
+copy_to_group = _differentiable(_same, all_reduce)
+"""Passes a tensor to a computation split over ranks; sums their gradients."""
+reduce_from_group = _differentiable(all_reduce, _same)
+"""Sums the partial results of all ranks."""
+gather_tokens = _differentiable(all_gather, reduce_scatter)
+"""Gathers (B, T/tp, ...) of all ranks to (B, T, ...); sums their gradients."""
+scatter_tokens = _differentiable(reduce_scatter, all_gather)
+"""Sums (B, T, ...) over ranks and keeps this rank's (B, T/tp, ...)."""
+exchange_parts = _differentiable(all_to_all, all_to_all)
+"""Sends `x[i]` to rank i, for every rank; `[i]` of the result came from rank i."""

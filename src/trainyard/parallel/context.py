@@ -32,10 +32,10 @@ from torch import Tensor, nn
 
 from trainyard.config.run import Run
 from trainyard.errors import ConfigError
-from trainyard.model.attention import FLASH_HEAD_MULTIPLE, Attention, CausalAttention
-from trainyard.model.documents import document_mask
+from trainyard.model.attention import FLASH_HEAD_MULTIPLE, CausalAttention
 from trainyard.model.gpt import GPT
 from trainyard.model.linear import as_output
+from trainyard.model.positions import document_mask
 from trainyard.parallel.collectives import exchange_parts, finish, sent_again, start_all_to_all
 
 Method = Literal["ulysses", "ring"]
@@ -55,9 +55,9 @@ class UlyssesAttention(nn.Module):
         self.first_head = core.first_head
         self._group = group
 
-    def describe(self, ends: Tensor, n_tokens: int, dtype: torch.dtype, kernel: str) -> Tensor:
+    def describe(self, ends: Tensor, n_tokens: int, dtype: torch.dtype) -> Tensor:
         """Describes the documents of whole sequences, for `core`."""
-        return self.core.describe(ends, n_tokens, dtype, kernel)
+        return self.core.describe(ends, n_tokens, dtype)
 
     def forward(
         self,
@@ -103,7 +103,7 @@ class RingAttention(nn.Module):
         assert group.size() > 1, "one rank has no neighbour"
         self._group = group
 
-    def describe(self, ends: Tensor, n_tokens: int, dtype: torch.dtype, _kernel: str) -> Tensor:
+    def describe(self, ends: Tensor, n_tokens: int, dtype: torch.dtype) -> Tensor:
         """Describes the documents: the mask of this rank's tokens and all keys, rank by rank."""
         p = self._group.size()
         whole = torch.arange(n_tokens, device=ends.device)
@@ -330,14 +330,15 @@ def apply_context_parallel(model: GPT, group: dist.ProcessGroup, method: Method)
 
     Call it before `apply_tensor_parallel`, which may shard the residual stream further.
     """
-    positions = take_shard(model.token_positions, group.rank(), group.size(), method, 0)
-    model.token_positions = model.residual_positions = positions
-    if model.rotation is not None and model.end_id is None:  # else positions choose in a pass
-        model.rotation = take_shard(model.rotation, group.rank(), group.size(), method, 1)
-    for module in list(model.modules()):
-        if not isinstance(module, Attention):
-            continue
-        if method == "ulysses":
-            module.core = UlyssesAttention(module.core, group)  # type: ignore[assignment]
-        else:
-            module.core = RingAttention(group)  # type: ignore[assignment]
+    table = model.position_table
+    table.tokens = table.residual = take_shard(
+        table.tokens, group.rank(), group.size(), method, dimension=0
+    )
+    if table.rotation is not None and model.end_id is None:  # else positions choose in a pass
+        table.rotation = take_shard(table.rotation, group.rank(), group.size(), method, dimension=1)
+    for block in model.blocks.values():
+        attention: Any = block.attention
+        is_ring = method == "ring"
+        attention.core = (
+            RingAttention(group) if is_ring else UlyssesAttention(attention.core, group)
+        )

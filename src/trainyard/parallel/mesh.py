@@ -18,9 +18,9 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from trainyard.config.run import Run
 from trainyard.errors import ConfigError, MachineError
 from trainyard.launch.environment import Process, chooses_allocator, make_libraries_deterministic
+from trainyard.layout.ranks import memory_hint
+from trainyard.layout.resolve import Plan
 from trainyard.parallel.start import COLLECTIVE_TIMEOUT, lengthen_timeout
-from trainyard.planning.layout import memory_hint
-from trainyard.planning.resolve import Plan
 from trainyard.topology import AXES, Coordinates, Topology
 
 TEXT_BYTES = 256

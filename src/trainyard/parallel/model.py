@@ -11,32 +11,32 @@ axis.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import partial
 from typing import TYPE_CHECKING, Any
-from weakref import ref
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
 from trainyard.architecture import ParameterSpec, parameters_of
+from trainyard.config.devices import is_amd_with_avx512
 from trainyard.config.precisions import Stored
 from trainyard.config.rules import takes_cudnn
 from trainyard.config.run import Run
 from trainyard.errors import MachineError
+from trainyard.layout.resolve import Plan
 from trainyard.model.attention import CUDNN, FLASH, attention_kernel, cudnn_can_attend
-from trainyard.model.documents import find_document_ends, pack_lengths
-from trainyard.model.gpt import GPT, compile_blocks
+from trainyard.model.compiled import compile_blocks
+from trainyard.model.gpt import GPT
 from trainyard.model.init import initialize
-from trainyard.model.linear import Layer, add_to_gradients, cast_once
+from trainyard.model.linear import add_to_gradients, cast_once
+from trainyard.model.positions import find_document_ends, pack_lengths
 from trainyard.parallel.context import apply_context_parallel, refuse_ring, take_shard
 from trainyard.parallel.mesh import Mesh, device_name
 from trainyard.parallel.placement import TensorShard, is_distributed, local_part, place
 from trainyard.parallel.tensor import apply_tensor_parallel
-from trainyard.planning.hardware import is_amd_with_avx512
-from trainyard.planning.resolve import Plan
 from trainyard.precision.block_scaled import BlockScaledTensor, torch_dtype
 from trainyard.precision.policy import PrecisionPolicy, use_onednn
 
@@ -168,20 +168,16 @@ class ParallelModel:
         ]
         shares = [each.norm_weight(mesh.topology.tensor) for each in self.local_parameters]
         self.norm_weights = torch.tensor(shares, dtype=torch.float64, device=mesh.device)
-        self._converted = [e for e in self.local_parameters if e.stored.converts_gradient]
-        self._layers = self._layers_in_flight()
-        self._is_last_backward = False
+        # FSDP already holds one cast of each weight.
+        sharing = self.stages.values() if mesh.data is None else ()
+        self._layers = [layer for model in sharing for layer in model.layers_in_flight()]
         self._pipeline: Pipeline | None = None
-        if mesh.pipeline is None:
-            for each in self._converted:
-                keep = partial(_keep, ref(self), ref(each))
-                each.parameter.register_post_accumulate_grad_hook(keep)  # type: ignore[no-untyped-call]
         if mesh.pipeline is not None:
             # Imported here: with it comes torch's compiler, which takes half a second.
             from trainyard.parallel.pipeline import Pipeline
 
             any_stage = next(iter(self.stages.values()))
-            shape = (self._micro_batch_size, len(any_stage.token_positions))
+            shape = (self._micro_batch_size, len(any_stage.position_table.tokens))
             example = torch.empty(shape, dtype=torch.int64, device=mesh.device)
             self._pipeline = Pipeline(
                 self.stages,
@@ -272,8 +268,8 @@ class ParallelModel:
             loss = self._pipeline.forward_backward(tokens, labels, inputs, n_micro_batches, scale)
         else:
             loss = self._accumulate(tokens, labels, inputs, scale)
-        for each in self._converted:
-            if each.converted_gradient is None:
+        for each in self.local_parameters:
+            if each.stored.converts_gradient and each.converted_gradient is None:
                 each.convert_gradient()
         self._add_up_gradients()
         if loss is None:
@@ -306,21 +302,6 @@ class ParallelModel:
             ids = take_shard(ids, group.rank(), group.size(), method, dimension=1)
         return ids.to(self.mesh.device, non_blocking=True)
 
-    def _layers_in_flight(self) -> list[Layer]:
-        """Lists the layers whose casts each micro batch in flight would make and hold.
-
-        FSDP already holds one of each weight, and recomputed blocks hold none.
-        """
-        if self.mesh.data is not None:
-            return []
-        models = self.stages.values()
-        blocks = (block for model in models for block in model.blocks.values())
-        kept = [block for block in blocks if block.recompute != "block"]
-        ends = [end for model in models for end in (model.embedding, model.head)]
-        # On a CPU gradients keep the order of their sums.
-        kept += [end for end in ends if end is not None and not end.weight.is_cpu]
-        return [each for part in kept for each in part.modules() if isinstance(each, Layer)]
-
     def _prepare_micro_batch(self, model: GPT, *, is_last: bool) -> None:
         if self.mesh.data is not None:
             from trainyard.parallel.data import prepare_micro_batch
@@ -339,11 +320,11 @@ class ParallelModel:
                 is_last = start + size >= len(tokens)
                 if start == 0 or is_last:  # nothing changes between
                     self._prepare_micro_batch(model, is_last=is_last)
-                self._is_last_backward = is_last
                 add_to_gradients(self._layers)
                 hidden = model(tokens[here], **{name: each[here] for name, each in inputs.items()})
                 loss = model.summed_loss(hidden, labels[here], scale)
-                loss.backward()  # type: ignore[no-untyped-call]
+                with _convert_complete(self.local_parameters if is_last else ()):
+                    loss.backward()  # type: ignore[no-untyped-call]
                 total = total + loss.detach()
         return total
 
@@ -381,7 +362,7 @@ class ParallelModel:
             found = self._pipeline.evaluate(measure, tokens, labels, inputs, len(tokens) // size)
         else:
             (model,) = self.stages.values()
-            size *= max(1, len(model.token_positions) // tokens.shape[1])  # as many tokens
+            size *= max(1, len(model.position_table.tokens) // tokens.shape[1])  # as many tokens
             found = []
             for start in range(0, len(tokens), size):
                 here = slice(start, start + size)
@@ -449,15 +430,21 @@ def choose_attention(run: Run, dtype: torch.dtype, device: torch.device) -> str:
     return attention_kernel(run.model.d_head, dtype, device)
 
 
-def _keep(model: ref[ParallelModel], local: ref[LocalParameter], _parameter: Tensor) -> None:
-    """Converts a gradient once it is complete, so that few exist in bf16 at a time.
-
-    A parameter's hook lives in C++, where no collector finds a cycle: its references are weak.
-    """
-    whole, part = model(), local()
-    assert whole is not None and part is not None
-    if whole._is_last_backward:
-        part.convert_gradient()
+@contextmanager
+def _convert_complete(parameters: Iterable[LocalParameter]) -> Iterator[None]:
+    """Converts each gradient as soon as it is complete, so that few exist in bf16 at a time."""
+    hooks = [
+        each.parameter.register_post_accumulate_grad_hook(  # type: ignore[no-untyped-call]
+            lambda _, each=each: each.convert_gradient()
+        )
+        for each in parameters
+        if each.stored.converts_gradient
+    ]
+    try:
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()
 
 
 def _tensors(parameters: Iterable[LocalParameter]) -> list[Tensor]:

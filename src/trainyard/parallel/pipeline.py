@@ -251,7 +251,7 @@ class Pipeline:
 
 
 def _example_hidden(model: GPT, tokens: Tensor) -> Tensor:
-    shape = (len(tokens), len(model.residual_positions), model.d_model)
+    shape = (len(tokens), len(model.position_table.residual), model.d_model)
     return torch.empty(shape, dtype=model.compute_dtype, device="meta", requires_grad=True)
 
 

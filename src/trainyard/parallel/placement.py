@@ -40,11 +40,11 @@ class Placement:
     """The position of a part in a whole tensor."""
 
     shape: Shape
-    """Of the whole tensor."""
+    """Shape of the whole tensor."""
     offsets: Shape
-    """Of the part's first value."""
+    """Index of the part's first value in the whole tensor."""
     local_shape: Shape
-    """Of the part; a zero means that this rank holds nothing."""
+    """Shape of the part; a zero means that this rank holds nothing."""
 
     def of(self, tensor: Tensor) -> Tensor:
         """Returns this part of a whole tensor, as a view."""

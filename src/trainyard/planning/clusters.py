@@ -26,18 +26,9 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from trainyard.config.cluster import Cluster, read_cluster, suggest
+from trainyard.config.devices import DEVICES, GIB, GIGA, TERA, Device
 from trainyard.errors import UserError
-from trainyard.planning.hardware import (
-    DEVICES,
-    GIB,
-    GIGA,
-    PCIE_4,
-    TERA,
-    Device,
-    Efficiencies,
-    Machine,
-    transfer_efficiencies,
-)
+from trainyard.planning.hardware import PCIE_4, Efficiencies, Machine, transfer_efficiencies
 
 MICRO = 1e-6
 
@@ -47,7 +38,7 @@ class Node:
     """The usual node of a GPU."""
 
     device: str
-    """Its name in `planning.hardware.DEVICES`."""
+    """Its name in `config.devices.DEVICES`."""
     devices: int
     network_gigabytes_per_second: float
     """Per device, one direction."""

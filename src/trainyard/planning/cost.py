@@ -17,9 +17,10 @@ from dataclasses import dataclass
 from trainyard import units
 from trainyard.config import rules
 from trainyard.config.run import Blend, Run
+from trainyard.layout.resolve import Plan, resolve
+from trainyard.layout.sizes import checkpoint_bytes
 from trainyard.planning import saving
 from trainyard.planning.hardware import Machine
-from trainyard.planning.resolve import Plan, resolve
 from trainyard.planning.time import StepTime, step_time
 
 HOST_COPY_BYTES_PER_SECOND = 20e9
@@ -34,7 +35,7 @@ class Saving:
 
     storage_bytes_per_second: float
     write_seconds: float
-    """Of the whole checkpoint."""
+    """Time to write the whole checkpoint."""
     stall_seconds: float
     """How long it stalls training."""
     best_interval_seconds: float
@@ -89,7 +90,7 @@ def run_cost(
     n_nodes = math.ceil(plan.n_ranks / machine.devices_per_node)
     between = saving.mean_seconds_between_failures(n_nodes)
     copy = saving.host_bytes(run, plan) / HOST_COPY_BYTES_PER_SECOND
-    n_bytes = saving.checkpoint_bytes(run, plan.n_parameters)
+    n_bytes = checkpoint_bytes(run, plan.n_parameters)
     savings = tuple(
         _saving(
             n_bytes / speed,
@@ -188,7 +189,7 @@ class CorpusUse:
     tokens: int | None
     """In its token files; None if they are missing."""
     share: float | None
-    """Of all training tokens; None if it depends on unknown sizes."""
+    """Share of all training tokens; None if it depends on unknown sizes."""
     epochs: float | None
 
 

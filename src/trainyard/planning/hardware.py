@@ -1,75 +1,24 @@
-"""Datasheet figures of devices (`config/devices.toml`), and the shares of them that are reached."""
+"""Machines of a plan: their devices, and the shares of datasheet figures that are reached."""
 
 from __future__ import annotations
 
 import os
-import re
-import tomllib
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from importlib import resources
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
-from trainyard.config.precisions import FORMATS, PrecisionKind, Scaling
+from trainyard.config.devices import (
+    GIGA,
+    Device,
+    cpu_multiplies_bf16_natively,
+    find_device,
+    list_gpus,
+)
+from trainyard.config.precisions import PrecisionKind, Scaling
 from trainyard.errors import MachineError
-
-TERA = 1e12
-GIGA = 1e9
-GIB = 2**30
-
-
-@dataclass(frozen=True)
-class Device:
-    """One accelerator as one process sees it; None for unknown figures."""
-
-    name: str
-    pattern: str
-    """Regular expression for torch's name of the device."""
-    peaks: dict[str, float]
-    """FLOP/s of dense matmuls, by format; unsupported formats are absent."""
-    memory_bytes: int | None = None
-    """Nominal; drivers reserve up to 2 per cent."""
-    memory_bytes_per_second: float | None = None
-    link_bytes_per_second: float | None = None
-    """Total to the other devices of its node, one direction."""
-    matmul_share: float | None = None
-    """Share of its peak reached by the best measured matmuls."""
-    sustained_share: float = 1.0
-    """Share of that reached in a whole step, which heats the device."""
-    attention_share: float | None = None
-    """Of its peak, by fused attention."""
-    matmul_source: str = "fastest matmul measured on the device"
-    """Source of `matmul_share`."""
-    capability: tuple[int, int] | None = None
-    """NVIDIA's compute capability, where a kernel depends on it."""
-
-    def peak_flops_per_second(self, kind: PrecisionKind) -> float | None:
-        """Returns the peak of a precision's block matmuls; None if unknown or unsupported."""
-        return self.peaks.get(FORMATS[kind].block_matmuls.name)
-
 
 PCIE_4 = 32 * GIGA
 """Bytes per second of a x16 slot, one direction."""
-
-
-def _read_devices() -> Iterator[Device]:
-    path = resources.files("trainyard.config") / "devices.toml"
-    for name, figures in tomllib.loads(path.read_text(encoding="utf-8")).items():
-        capability = figures.pop("capability", None)
-        yield Device(
-            name,
-            peaks={kind: peak * TERA for kind, peak in figures.pop("peaks").items()},
-            memory_bytes=figures.pop("memory") * GIB,
-            memory_bytes_per_second=figures.pop("memory_bandwidth") * TERA,
-            link_bytes_per_second=figures.pop("link") * GIGA,
-            capability=capability and tuple(capability),
-            **figures,
-        )
-
-
-# A CPU's peak depends on its cores, clock and extensions.
-DEVICES = (*_read_devices(), Device("CPU", r"^cpu$", {}))
 
 
 @dataclass(frozen=True)
@@ -80,17 +29,17 @@ class Efficiencies:
     """
 
     matmul_share: float
-    """Of the peak, by matmuls so large that memory traffic does not matter."""
+    """Share of the peak that matmuls reach, if so large that memory traffic does not matter."""
     sustained_share: float
-    """Of the speed of isolated matmuls and attention, in a whole step."""
+    """Share of the speed of isolated matmuls and attention that a whole step reaches."""
     attention_share: float
     """Share of the peak that flash attention reaches; its bytes are included."""
     memory_share: float
     """Share of the memory bandwidth that all other kernels reach."""
     link_share: float
-    """Of the bandwidth inside a node, by collectives."""
+    """Share of the bandwidth inside a node that collectives reach."""
     network_share: float
-    """Of the bandwidth between nodes, by collectives."""
+    """Share of the bandwidth between nodes that collectives reach."""
     launch_seconds: float
     """Host time to launch a kernel."""
     block_seconds: float
@@ -100,7 +49,7 @@ class Efficiencies:
 
 
 ATTENTION_SHARE = 0.6
-"""Of the speed of matmuls, by fused attention."""
+"""Speed of fused attention, relative to that of matmuls."""
 CUDNN_SPEED = 1.6
 """Speed of cuDNN's attention, relative to flash attention 2.
 
@@ -190,7 +139,7 @@ class Machine:
 
     @property
     def memory_bytes(self) -> int | None:
-        """Of a device, nominal; None if unknown."""
+        """Nominal memory of a device; None if unknown."""
         return self.device.memory_bytes
 
     def peak(self, dtype: str) -> float:
@@ -224,7 +173,7 @@ class Machine:
         return bandwidth
 
     def matmul_seconds(self, flops: float, dtype: str, speed: float = 1.0) -> float:
-        """Prices the FLOP of matmuls; `memory_seconds` prices their bytes.
+        """Predicts the time of the FLOP of matmuls; `memory_seconds` that of their bytes.
 
         Args:
             flops: of matmuls.
@@ -235,7 +184,7 @@ class Machine:
         return flops / (self.peak(dtype) * share * speed)
 
     def attention_seconds(self, flops: float, dtype: str, speed: float) -> float:
-        """Prices fused attention with its bytes.
+        """Predicts the time of fused attention, its bytes included.
 
         Args:
             flops: of its matmuls; of causal attention half of the square.
@@ -246,11 +195,11 @@ class Machine:
         return flops / (self.peak(dtype) * share * speed)
 
     def memory_seconds(self, n_bytes: float) -> float:
-        """Prices bytes that kernels other than attention read and write."""
+        """Predicts the time of bytes that kernels other than attention read and write."""
         return n_bytes / (self.memory_bandwidth * self.efficiencies.memory_share)
 
     def with_host(self, device_seconds: float, launches: float, block_passes: float) -> float:
-        """Prices kernels together with the host's time to launch them.
+        """Adds to the time of kernels the host's to launch them.
 
         Args:
             device_seconds: of all kernels.
@@ -312,57 +261,3 @@ def find_local_machine(system: Path = Path("/")) -> LocalMachine:
     precision = "bf16" if cpu_multiplies_bf16_natively(system / "proc/cpuinfo") else "fp32"
     name = f"{cores} CPU core{'s' if cores > 1 else ''}"
     return LocalMachine(name, 1, False, cores * _CORE_FLOPS_PER_SECOND, precision)
-
-
-def list_gpus(system: Path = Path("/")) -> list[str]:
-    """Names NVIDIA and AMD GPUs; none if torch is a CPU-only build."""
-    try:
-        if version("torch").endswith("+cpu"):
-            return []
-    except PackageNotFoundError:
-        pass  # prepare needs no torch
-    names = []
-    for path in sorted(system.glob("proc/driver/nvidia/gpus/*/information")):
-        found = re.search(r"^Model:\s*(.+)$", path.read_text(errors="replace"), re.MULTILINE)
-        names.append(found[1].strip() if found else "NVIDIA GPU")
-    for path in sorted(system.glob("sys/class/kfd/kfd/topology/nodes/*/properties")):
-        if re.search(r"^simd_count [1-9]", path.read_text(errors="replace"), re.MULTILINE):
-            names.append("AMD GPU")
-    return names
-
-
-def find_device(name: str) -> Device | None:
-    """Finds a device by torch's name, such as "NVIDIA H200" or "cpu"."""
-    return next((device for device in DEVICES if re.search(device.pattern, name)), None)
-
-
-def cpu_multiplies_bf16_natively(cpu_info: Path = Path("/proc/cpuinfo")) -> bool:
-    """Returns whether this CPU has bf16 matmuls; False if unknown.
-
-    Without them bf16 is emulated, and slower than fp32.
-    """
-    return bool({"avx512_bf16", "amx_bf16", "bf16"} & _cpu_flags(cpu_info))
-
-
-def is_cpu_of_amd(cpu_info: Path = Path("/proc/cpuinfo")) -> bool:
-    """Returns whether this CPU is AMD's; False if unknown."""
-    text = _read_cpu_info(cpu_info)
-    return bool(re.search(r"^vendor_id\s*: AuthenticAMD$", text, re.MULTILINE))
-
-
-def is_amd_with_avx512(cpu_info: Path = Path("/proc/cpuinfo")) -> bool:
-    """Returns whether this CPU is AMD's of Zen 4 or later; False if unknown."""
-    return is_cpu_of_amd(cpu_info) and "avx512f" in _cpu_flags(cpu_info)
-
-
-def _cpu_flags(cpu_info: Path) -> set[str]:
-    text = _read_cpu_info(cpu_info)
-    flags = re.search(r"^(?:flags|Features)\s*:(.*)$", text, re.MULTILINE)  # x86, then Arm
-    return set(flags[1].split()) if flags else set()
-
-
-def _read_cpu_info(path: Path) -> str:
-    try:
-        return path.read_text(encoding="utf-8", errors="replace")
-    except OSError:
-        return ""

@@ -6,7 +6,6 @@ kernels that `simulate/kernels.py` counts. benchmarks/planning_tables.py describ
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cache
 from typing import Literal
@@ -16,69 +15,76 @@ from trainyard.config.run import Model
 
 Passes = tuple[float, float]
 """A figure of a forward and one of a backward pass."""
+LAUNCH_VALUES = 320 * 65_536
+"""Values of lists of tensors that one launch takes (ATen/native/cuda/MultiTensorApply.cuh): their
+norm, update and cast."""
 
 
 @dataclass(frozen=True)
 class Program:
-    """How a program does the same mathematics, besides its matmuls and fused attention."""
+    """How a program does the same mathematics, besides its matmuls and fused attention.
 
-    name: str
-    stream_bytes: Passes
+    Defaults are this program's with compiled blocks; `own_program` has those that depend on the
+    model.
+    """
+
+    stream_bytes: Passes = (0, 0)
     """Moved by each block per value of the residual stream."""
-    heads_bytes: Passes
+    heads_bytes: Passes = (0, 0)
     """Moved by each block per query, key and value."""
-    mlp_bytes: Passes
+    mlp_bytes: Passes = (0, 0)
     """Moved by each block per value of the MLP's first matmul."""
-    score_bytes: float
-    """Moved per attention score and forward pass; 0 if attention is fused."""
-    logit_bytes: float
-    """Moved per logit, forward and backward together, beside the products."""
-    gradient_bytes: float
-    """Moved per parameter and micro batch to add to gradients."""
-    block_kernels: Passes
-    """Launched by each block."""
-    reduced_bytes: int
-    """Bytes of a gradient in data-parallel reductions."""
-    cast_bytes: tuple[float, float]
-    """Moved to convert each factor of an fp8 matmul, per token's value and per weight."""
-    shown_data: float
-    """Share of communication that is exposed despite overlap, by data ranks and by tensor ranks
-    with `hides_tensor`: 1 without overlap, else its slowdown of computation."""
-    hides_in_pipeline: bool
-    """Whether data ranks below ZeRO 3 overlap in a pipeline too."""
-    hides_tensor: Literal["none", "backward", "all"]
-    """What tensor ranks exchange beside matmuls: of column-parallel layers' backward passes, or all
-    but a first part."""
-    attention_speed: float | None = None
-    """Speed of its fused attention relative to flash; None: of the kernel that a run takes."""
-    rest_kernels: Passes | None = None
-    """Launched outside the blocks: embedding, head, loss, sums of gradients. None: like a block."""
     rest_bytes: Passes = (0, 0)
-    """Moved there per value of the residual stream: embedding, final norm."""
-    chunk_kernels: float | None = None
-    """Launched for each chunk of the loss, whose products add to the gradient of the head; None:
-    the loss has no chunks."""
-    fused_gradient_bytes: float | None = None
+    """Moved outside the blocks per value of the residual stream: embedding, final norm."""
+    logit_bytes: float = 6
+    """Moved per logit, forward and backward together, beside the products."""
+    gradient_bytes: float = 10
+    """Moved per parameter and micro batch to add to gradients."""
+    fused_gradient_bytes: float = 6
     """As `gradient_bytes`, where matmuls add to gradients."""
-    table_bytes: float | None = None
-    """As `gradient_bytes`, of embedding and head; None: the same."""
-    recast_bytes: float = 0
+    table_bytes: float = 8
+    """As `gradient_bytes`, of embedding and head."""
+    recast_bytes: float = 17
     """Moved per parameter of a recomputed block and micro batch to cast it at each use."""
-    recast_kernels: tuple[float, float] = (0, 0)
-    """Launched for it, in 16 bits and in fp8, whose casts include it."""
-    unneeded_bytes: float = 0
+    unneeded_bytes: float = 8
     """Moved by a block's last sum per value of the stream, which is not recomputed."""
-    step_kernels: int = 0
-    """Launched in a step besides micro batches."""
-    list_kernels: float = 0
-    """Launched in a step for each parameter, by operations on lists of many."""
+    cast_bytes: tuple[float, float] = (0, 0)
+    """Moved to convert each factor of an fp8 matmul, per token's value and per weight."""
+    block_kernels: Passes = (0, 0)
+    """Launched by each block."""
     fp8_kernels: Passes = (0, 0)
     """Launched in addition by a block with fp8 matmuls."""
-    matrix_kernels: int = 0
+    rest_kernels: Passes = (0, 0)
+    """Launched outside the blocks: embedding, head, loss, sums of gradients."""
+    chunk_kernels: float = 14
+    """Launched for each chunk of the loss, whose products add to the gradient of the head; 0: the
+    loss has no chunks."""
+    recast_kernels: tuple[float, float] = (2.1, 0.6)
+    """Launched to cast a parameter at each use, in 16 bits and in fp8, whose casts include it."""
+    step_kernels: int = 100
+    """Launched in a step besides micro batches."""
+    list_kernels: float = 3 / LAUNCH_VALUES
+    """Launched in a step for each parameter, by operations on lists of many."""
+    matrix_kernels: int = 53
     """Launched in a step for each matrix with low-precision state: its gradient is encoded, its
     state decoded, updated and encoded."""
-    is_compiled: bool = False
+    is_compiled: bool = True
     """Whether the host calls compiled blocks."""
+    exposed_share: float = 0.2
+    """Share of communication that is exposed despite overlap, by data ranks and by tensor ranks
+    with `hides_tensor`: 1 without overlap, else its slowdown of computation. Exchanges take up to
+    24 of 108 to 132 multiprocessors: an estimate."""
+    hides_tensor: Literal["none", "backward", "all"] = "backward"
+    """Which exchanges of tensor ranks overlap with matmuls: those in backward passes of
+    column-parallel layers, or all but a first part."""
+    hides_in_pipeline: bool = False
+    """Whether exchanges of data ranks below ZeRO 3 overlap in a pipeline too."""
+    reduced_bytes: int = 4
+    """Bytes of a gradient in data-parallel reductions."""
+    score_bytes: float = 0
+    """Moved per attention score and forward pass; 0 if attention is fused."""
+    attention_speed: float | None = None
+    """Speed of its fused attention relative to flash; None: of the kernel that a run takes."""
 
 
 @dataclass(frozen=True)
@@ -89,16 +95,6 @@ class _Part:
     heads: Passes = (0, 0)
     mlp: Passes = (0, 0)
     kernels: Passes = (0, 0)
-
-
-@dataclass(frozen=True)
-class _Fp8:
-    """What fp8 matmuls add; see `Program`."""
-
-    cast_bytes: Mapping[str, float]
-    """By the kind of MLP."""
-    kernels: Passes
-    weight_bytes: float = 2.6
 
 
 # Compiled, by Inductor of torch 2.13 on a GPU. A norm reads the stream and writes its result; with
@@ -114,15 +110,17 @@ _POSITIONS = {
 }
 _MLPS = {
     "gelu": _Part(mlp=(2, 3), kernels=(1, 1)),
-    "swiglu": _Part(mlp=(1.5, 5), kernels=(1, 2)),
+    "swiglu": _Part(mlp=(1.5, 2.6), kernels=(1, 2)),
 }
 _DROPOUT = _Part(stream=(4.5, 6), kernels=(0, 2))
 # A factor is read for its scale, then read and cast, for products with its rows and with its
 # columns; Inductor computes each time what made it.
-_FP8 = {
-    "tensorwise": _Fp8({"gelu": 7.5, "swiglu": 6.2}, (20, 28)),
-    "rowwise": _Fp8({"gelu": 5.2, "swiglu": 3.6}, (6, 25)),
+_FP8_KERNELS: dict[Scaling, Passes] = {"tensorwise": (20, 28), "rowwise": (6, 25)}
+_FP8_CAST_BYTES = {
+    "tensorwise": {"gelu": 7.5, "swiglu": 6.2},
+    "rowwise": {"gelu": 5.2, "swiglu": 3.6},
 }
+_FP8_WEIGHT_BYTES = 2.6
 # Embedding and final norm, not compiled: bytes for each value of the stream, and kernels.
 _REST: dict[str, tuple[Passes, Passes]] = {
     "layer": ((27, 21), (11, 13)),
@@ -130,36 +128,6 @@ _REST: dict[str, tuple[Passes, Passes]] = {
     "dropout": ((60, 50), (45, 11)),
 }
 _VALUE_BYTES = 2
-LAUNCH_VALUES = 320 * 65_536
-"""Values of lists of tensors that one launch takes (ATen/native/cuda/MultiTensorApply.cuh): their
-norm, update and cast."""
-
-# Exchanges take up to 24 of 108 to 132 multiprocessors: an estimate.
-_COMPILED = Program(
-    name="trainyard",
-    stream_bytes=(0, 0),
-    heads_bytes=(0, 0),
-    mlp_bytes=(0, 0),
-    score_bytes=0,
-    logit_bytes=6,
-    gradient_bytes=10,
-    block_kernels=(0, 0),
-    reduced_bytes=4,
-    cast_bytes=(0, 0),
-    shown_data=0.2,
-    hides_in_pipeline=False,
-    hides_tensor="backward",
-    chunk_kernels=14,
-    fused_gradient_bytes=6,
-    table_bytes=8,
-    recast_bytes=17,
-    recast_kernels=(2.1, 0.6),
-    unneeded_bytes=8,
-    step_kernels=100,
-    list_kernels=3 / LAUNCH_VALUES,
-    matrix_kernels=53,
-    is_compiled=True,
-)
 
 
 @cache
@@ -168,16 +136,14 @@ def own_program(model: Model, scaling: Scaling, *, is_compiled: bool) -> Program
     parts = [_MATMULS, _ATTENTION, _NORMS, _POSITIONS[model.positions], _MLPS[model.mlp]]
     parts += [_BIASES] * model.bias + [_DROPOUT] * (model.dropout > 0)
     rest = [_REST[model.norm]] + [_REST["dropout"]] * (model.dropout > 0)
-    fp8 = _FP8[scaling]
-    program = replace(
-        _COMPILED,
-        cast_bytes=(fp8.cast_bytes[model.mlp], fp8.weight_bytes),
-        fp8_kernels=fp8.kernels,
-        stream_bytes=_sum([each.stream for each in parts], _VALUE_BYTES),
-        heads_bytes=_sum([each.heads for each in parts], _VALUE_BYTES),
-        mlp_bytes=_sum([each.mlp for each in parts], _VALUE_BYTES),
-        block_kernels=_sum([each.kernels for each in parts]),
+    program = Program(
+        stream_bytes=_sum([part.stream for part in parts], _VALUE_BYTES),
+        heads_bytes=_sum([part.heads for part in parts], _VALUE_BYTES),
+        mlp_bytes=_sum([part.mlp for part in parts], _VALUE_BYTES),
         rest_bytes=_sum([n_bytes for n_bytes, _ in rest]),
+        cast_bytes=(_FP8_CAST_BYTES[scaling][model.mlp], _FP8_WEIGHT_BYTES),
+        block_kernels=_sum([part.kernels for part in parts]),
+        fp8_kernels=_FP8_KERNELS[scaling],
         rest_kernels=_sum([kernels for _, kernels in rest]),
     )
     if is_compiled:

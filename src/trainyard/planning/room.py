@@ -10,13 +10,14 @@ import shutil
 from pathlib import Path
 
 from trainyard.config import rules
+from trainyard.config.devices import find_device, list_gpus
 from trainyard.config.run import Run
 from trainyard.errors import MachineError
-from trainyard.planning.hardware import find_device, list_gpus
+from trainyard.layout.ranks import is_legal
+from trainyard.layout.resolve import Plan, resolve
+from trainyard.layout.sizes import checkpoint_bytes
 from trainyard.planning.memory import busiest_memory
-from trainyard.planning.resolve import Plan, resolve
-from trainyard.planning.saving import checkpoint_bytes
-from trainyard.planning.search import SAVINGS, USABLE_SHARE, is_legal
+from trainyard.planning.search import SAVINGS, USABLE_SHARE
 from trainyard.units import format_bytes
 
 FORCE = "--force trains anyway"

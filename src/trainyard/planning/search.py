@@ -20,29 +20,21 @@ from __future__ import annotations
 import heapq
 import itertools
 import math
-from collections.abc import Iterable
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
 
 from trainyard.architecture import matmuls, padded_vocabulary_size, parameter_count
 from trainyard.config import rules
 from trainyard.config.load import field_value
 from trainyard.config.run import Run, default_zero_stage
-from trainyard.planning import saving
-from trainyard.planning.batches import batch_sizes
-from trainyard.planning.flops import matmul_flops, model_flops_per_token
+from trainyard.layout.flops import matmul_flops
+from trainyard.layout.ranks import is_legal, ranks_per_replica
+from trainyard.layout.resolve import Plan, resolve
+from trainyard.layout.sizes import checkpoint_bytes
 from trainyard.planning.hardware import Machine
-from trainyard.planning.layout import (
-    RECOMPUTE,
-    Stages,
-    find_stages,
-    ranks_per_replica,
-    takes_micro_batches,
-)
 from trainyard.planning.memory import RankMemory, busiest_memory, rank_memory
-from trainyard.planning.resolve import Plan, resolve
 from trainyard.planning.shapes import FASTEST, list_shapes
 from trainyard.planning.time import StepTime, step_time
-from trainyard.topology import Topology
 
 USABLE_SHARE = 0.98
 """Share of the nominal memory: drivers reserve up to 2 per cent."""
@@ -74,12 +66,13 @@ SAVINGS: tuple[rules.Fix, ...] = (
     {"train.micro_batch_size": 1, "parallel.recompute": "block", "parallel.zero_stage": 3},
 )
 """Changes that save memory on the same devices, the smallest first."""
+MORE_RECOMPUTE = {"none": "attention", "attention": "block"}
 MOST_TIMES_AS_MANY = 64
 """Largest multiple of the device count to try."""
 FAMILY_FIELDS = tuple(
     name for name in FIELDS if name not in ("parallel.sequence", "parallel.chunks")
 )
-"""Of candidates equal in these, only the fastest is listed."""
+"""Only the fastest of candidates that are equal in these is listed."""
 
 
 @dataclass(frozen=True)
@@ -89,7 +82,7 @@ class Candidate:
     run: Run
     plan: Plan
     memory: RankMemory
-    """Of the largest rank."""
+    """Memory of the largest rank."""
     time: StepTime
 
     def changes_from(self, run: Run) -> rules.Changes:
@@ -150,18 +143,13 @@ def search(run: Run, machine: Machine, n_devices: int, most: int = 10) -> list[C
     usable = usable_bytes(machine)
     if usable is not None and least_state_bytes(run) > n_devices * usable:
         return []
-    shapes = list(list_shapes(run, machine, n_devices))
-    if not shapes:
-        return []
-    queue = _Queue(machine, resolve(shapes[0], n_devices))
-    queue.add(shapes)
-    found: dict[tuple[object, ...], Candidate] = {}
-    while queue and len(found) < most:
-        candidate = queue.pop()
-        if candidate is not None:
-            family = tuple(field_value(candidate.run, name) for name in FAMILY_FIELDS)
-            found.setdefault(family, candidate)
-    return sorted(found.values(), key=lambda candidate: candidate.time.seconds)
+    families: dict[tuple[object, ...], Candidate] = {}
+    for candidate in _Search(run, machine, n_devices).candidates():
+        family = tuple(field_value(candidate.run, name) for name in FAMILY_FIELDS)
+        families.setdefault(family, candidate)
+        if len(families) == most:
+            break
+    return sorted(families.values(), key=lambda candidate: candidate.time.seconds)
 
 
 def find_remedies(run: Run, machine: Machine, n_devices: int) -> list[Remedy]:
@@ -225,7 +213,7 @@ def _describe(run: Run, candidate: Candidate, n_devices: int) -> str:
 def least_state_bytes(run: Run) -> int:
     """Returns the least memory of weights and optimizer, over all devices."""
     padded = padded_vocabulary_size(run.model)
-    return saving.checkpoint_bytes(run, parameter_count(run.model, padded))
+    return checkpoint_bytes(run, parameter_count(run.model, padded))
 
 
 def explain_loss(first: Candidate, other: Candidate, most: int = 2) -> str:
@@ -245,104 +233,75 @@ def explain_loss(first: Candidate, other: Candidate, most: int = 2) -> str:
     return ", ".join(texts) or "as fast"
 
 
-def is_legal(run: Run, n_devices: int) -> bool:
-    """Returns whether a run allows this number of devices."""
-    data, rest = divmod(n_devices, ranks_per_replica(run))
-    if rest or data == 0 or data % run.parallel.data_replicate:
-        return False
-    step = run.train.micro_batch_size * data
-    return (
-        all(size % step == 0 for size in rules.batch_fields(run).values())
-        and all(takes_micro_batches(run, size // step) for size in batch_sizes(run.train))
-        and not rules.broken_rules(run)
-    )
-
-
-@dataclass(order=True)
-class _QueueEntry:
-    """A shape or a variant in the queue."""
-
-    seconds: float
-    """Predicted; for a shape, a lower bound with a small margin."""
-    number: int
-    """Insertion order, to break ties."""
-    run: Run = field(compare=False)
-    plan: Plan | None = field(compare=False, default=None)
-    """None for a shape."""
-    time: StepTime | None = field(compare=False, default=None)
-
-
-class _Queue:
-    """Priority queue of variants that may fit, fastest first.
+class _Search:
+    """Finds variants that fit, fastest first.
 
     Args:
+        run: the run.
         machine: the devices.
-        plan: of any variant; lengths, batches and devices are common to all.
+        n_devices: their number.
     """
 
-    def __init__(self, machine: Machine, plan: Plan) -> None:
-        self._machine, self._any_plan = machine, plan
-        self._stages: dict[object, Stages] = {}
-        self._entries: list[_QueueEntry] = []
+    def __init__(self, run: Run, machine: Machine, n_devices: int) -> None:
+        self._run, self._machine, self._n_devices = run, machine, n_devices
+        self._queue: list[tuple[float, int, Run, StepTime | None]] = []
         self._numbers = itertools.count()
         self._seen: set[tuple[object, ...]] = set()
         self._can_fit: dict[object, bool] = {}
 
-    def __len__(self) -> int:
-        return len(self._entries)
+    def candidates(self) -> Iterator[Candidate]:
+        """Yields every variant that fits."""
+        self._add_shapes()
+        while self._queue:
+            _, _, run, time = heapq.heappop(self._queue)
+            if time is None:
+                for changes in self._first_variants(run):
+                    self._add_variant(run, changes)
+            elif self._fits(run):
+                plan = resolve(run, self._n_devices)
+                memory = busiest_memory(run, plan, on_gpu=is_gpu(self._machine))
+                yield Candidate(run, plan, memory, time)
+            elif self._can_ever_fit(run):
+                for changes in _less_memory(run):
+                    self._add_variant(run, changes)
 
-    def add(self, shapes: Iterable[Run]) -> None:
+    def _add_shapes(self) -> None:
         """Adds shapes, each at an approximate lower bound of its variants' times.
 
-        Shapes that only differ in the pipeline take about as long for a micro batch, so pricing one
+        Shapes that only differ in the pipeline take about as long for a micro batch, so timing one
         bounds all.
         """
         kinds: dict[object, list[Run]] = {}
-        for shape in shapes:
+        for shape in list_shapes(self._run, self._machine, self._n_devices):
             parallel, micro = shape.parallel, shape.train.micro_batch_size
             kind = (parallel.tensor, parallel.context, parallel.context_method, micro)
             kinds.setdefault(kind, []).append(shape)
         for alike in kinds.values():
-            least = [self._least_seconds(shape) for shape in alike]
-            place = least.index(min(least))
-            example = alike[place]
-            time = step_time(example, self._plan(example), self._machine)
-            priced = time.seconds - time.parts["data"] - time.parts["optimizer"]
-            factor = max(1.0, SURE_SHARE * priced / least[place])
-            for seconds, shape in zip(least, alike, strict=True):
-                entry = _QueueEntry(factor * seconds, next(self._numbers), shape)
-                heapq.heappush(self._entries, entry)
+            bounds = [self._least_seconds(shape) for shape in alike]
+            least, example = min(zip(bounds, alike, strict=True), key=lambda pair: pair[0])
+            time = self._time(example)
+            seconds = time.seconds - time.parts["data"] - time.parts["optimizer"]
+            factor = max(1.0, SURE_SHARE * seconds / least)
+            for bound, shape in zip(bounds, alike, strict=True):
+                heapq.heappush(self._queue, (factor * bound, next(self._numbers), shape, None))
 
-    def pop(self) -> Candidate | None:
-        """Pops the first; returns None unless it is a variant that fits."""
-        entry = heapq.heappop(self._entries)
-        if entry.plan is None or entry.time is None:
-            self._add_first_variants(entry.run)
-            return None
-        if self._fits(entry.run, entry.plan):
-            memory = busiest_memory(entry.run, entry.plan, on_gpu=is_gpu(self._machine))
-            return Candidate(entry.run, entry.plan, memory, entry.time)
-        if self._can_ever_fit(entry.run):
-            for changes in _less_memory(entry.run):
-                self._add_changed(entry.run, changes)
-        return None
-
-    def _add_first_variants(self, shape: Run) -> None:
-        """Adds the variants of a shape without recomputation."""
-        data = self._any_plan.n_ranks // ranks_per_replica(shape)
-        inside = self._shards_inside_a_node(shape, data)
+    def _first_variants(self, shape: Run) -> Iterator[rules.Changes]:
+        """Lists the variants of a shape without recomputation."""
+        data = self._n_devices // ranks_per_replica(shape)
         stages = (1, 3) if shape.parallel.pipeline > 1 and data > 1 else (1,)
         if data * shape.parallel.context == 1:  # nothing to shard
             stages = (default_zero_stage(shape.parallel.pipeline),)
+        # Shards inside a node, if there are several of them and nodes.
+        inside = self._machine.devices_per_node // shape.parallel.tensor // shape.parallel.context
+        has_nodes = 1 < inside < data and data % inside == 0
         for stage in stages:
-            for n_replicas in {1, data // inside} if inside else {1}:
-                changes = {"parallel.zero_stage": stage, "parallel.data_replicate": n_replicas}
-                self._add_changed(shape, changes)
+            for n_replicas in {1, data // inside} if has_nodes else {1}:
+                yield {"parallel.zero_stage": stage, "parallel.data_replicate": n_replicas}
 
     def _least_seconds(self, shape: Run) -> float:
         """Returns the time of only a shape's matmuls and its bubble."""
         model, parallel, train = shape.model, shape.parallel, shape.train
-        machine, n_ranks = self._machine, self._any_plan.n_ranks
+        machine, n_ranks = self._machine, self._n_devices
         peak = machine.device.peak_flops_per_second(shape.precision.kind) or math.inf
         n_tokens = train.global_batch_size * model.sequence_length
         flops = 3.0 * model.n_layers * matmul_flops(matmuls(model))
@@ -354,11 +313,11 @@ class _Queue:
         bubble = (parallel.pipeline - 1) / n_passes
         return seconds * (1 + bubble / (3 if parallel.schedule == "zero_bubble" else 1))
 
-    def _fits(self, run: Run, plan: Plan) -> bool:
+    def _fits(self, run: Run) -> bool:
         """Returns whether every rank has enough memory; most misfits fail at the first."""
         # Host memory for saving does not matter here, and is slow to compute.
         run = rules.change(run, {"checkpoint.background": False})
-        on_gpu = is_gpu(self._machine)
+        plan, on_gpu = resolve(run, self._n_devices), is_gpu(self._machine)
         return all(
             fits(rank_memory(run, plan, rank, on_gpu), self._machine)
             for rank in range(plan.topology.pipeline)
@@ -372,56 +331,26 @@ class _Queue:
             sparing = run.model_copy(update={"parallel": parallel})
             if rules.broken_rules(sparing):  # zero bubble does not allow all of it
                 return True
-            self._can_fit[shape] = self._fits(sparing, self._plan(sparing))
+            self._can_fit[shape] = self._fits(sparing)
         return self._can_fit[shape]
 
-    def _add_changed(self, run: Run, changes: rules.Changes) -> None:
+    def _add_variant(self, run: Run, changes: rules.Changes) -> None:
         changed = rules.change(run, changes)
         key = tuple(field_value(changed, name) for name in FIELDS)
         if key not in self._seen and not rules.broken_rules(changed):
             self._seen.add(key)
-            plan = self._plan(changed)
-            time = step_time(changed, plan, self._machine)
-            entry = _QueueEntry(time.seconds, next(self._numbers), changed, plan, time)
-            heapq.heappush(self._entries, entry)
+            time = self._time(changed)
+            heapq.heappush(self._queue, (time.seconds, next(self._numbers), changed, time))
 
-    def _plan(self, run: Run) -> Plan:
-        """Plans a variant like `resolve`, but reuses common values."""
-        parallel, n_ranks = run.parallel, self._any_plan.n_ranks
-        padded = padded_vocabulary_size(run.model, parallel.tensor)
-        key = (parallel.pipeline, parallel.chunks, parallel.recompute, padded)
-        if key not in self._stages:
-            self._stages[key] = find_stages(run, padded)
-        data = n_ranks // ranks_per_replica(run)
-        return replace(
-            self._any_plan,
-            data_parallel_size=data,
-            topology=Topology(
-                pipeline=parallel.pipeline,
-                replicate=parallel.data_replicate,
-                shard=data // parallel.data_replicate,
-                context=parallel.context,
-                tensor=parallel.tensor,
-            ),
-            stages=self._stages[key],
-            padded_vocabulary_size=padded,
-            n_parameters=parameter_count(run.model, padded),
-            model_flops_per_token=model_flops_per_token(run.model, padded),
-        )
-
-    def _shards_inside_a_node(self, shape: Run, data: int) -> int:
-        """Returns the data-parallel ranks per node, if there are several and nodes."""
-        of_rank = shape.parallel.tensor * shape.parallel.context
-        inside = self._machine.devices_per_node // of_rank
-        return inside if 1 < inside < data and data % inside == 0 else 0
+    def _time(self, run: Run) -> StepTime:
+        return step_time(run, resolve(run, self._n_devices), self._machine)
 
 
-def _less_memory(run: Run) -> Iterable[rules.Changes]:
+def _less_memory(run: Run) -> Iterator[rules.Changes]:
     """Lists the next variants with less memory, which take longer."""
     parallel = run.parallel
-    place = RECOMPUTE.index(parallel.recompute)
-    if place + 1 < len(RECOMPUTE):
-        yield {"parallel.recompute": RECOMPUTE[place + 1]}
+    if parallel.recompute in MORE_RECOMPUTE:
+        yield {"parallel.recompute": MORE_RECOMPUTE[parallel.recompute]}
     if parallel.pipeline == 1 and 1 <= parallel.zero_stage < 3:
         yield {"parallel.zero_stage": parallel.zero_stage + 1}
 

@@ -15,9 +15,9 @@ from collections.abc import Iterator
 
 from trainyard.config import rules
 from trainyard.config.run import Run
-from trainyard.planning.batches import batch_sizes
+from trainyard.layout.batches import batch_sizes
+from trainyard.layout.ranks import ranks_per_replica, takes_micro_batches
 from trainyard.planning.hardware import Machine
-from trainyard.planning.layout import ranks_per_replica, takes_micro_batches
 
 CHUNKS = (2, 3, 4, 6, 8)
 LARGEST_MICRO_BATCH = 16

@@ -17,7 +17,7 @@ from typing import Any
 from trainyard.config.load import build_run, load_run, override_run
 from trainyard.config.run import Run
 from trainyard.files import read_file
-from trainyard.planning.resolve import learning_rate, resolve
+from trainyard.layout.resolve import Plan, learning_rate, resolve
 from trainyard.units import Length, parse_length
 
 WRITTEN = "# Written by trainyard "
@@ -85,9 +85,9 @@ def follow_length(run: Run, source: str, overrides: Sequence[str], begun: Run | 
     return override_run(shorten(load_run(source, others).run, max(1, n_steps)), overrides)
 
 
-def describe_too_short(run: Run) -> Iterator[str]:
+def describe_too_short(run: Run, plan: Plan) -> Iterator[str]:
     """Says which settings do not suit the run's length, each in one line."""
-    plan, schedule = resolve(run), run.schedule
+    schedule = run.schedule
     if plan.warmup_sequences >= plan.n_sequences:
         peak = run.optimizer.learning_rate
         rate = learning_rate(run, plan, plan.n_sequences)

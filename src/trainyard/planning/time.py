@@ -32,17 +32,17 @@ from trainyard.architecture import matmuls
 from trainyard.config.precisions import MASTER
 from trainyard.config.rules import takes_cudnn
 from trainyard.config.run import Run
+from trainyard.layout.resolve import Plan
 from trainyard.planning.hardware import CUDNN_SPEED, FP8_SPEEDS, Machine
 from trainyard.planning.program import Program
-from trainyard.planning.resolve import Plan
-from trainyard.planning.traffic import FP32_BYTES, Collective, Traffic
-from trainyard.planning.work import Matmul, Stage, StagePass, Work, count_work
-from trainyard.topology import Topology
+from trainyard.planning.rank import FP32_BYTES
+from trainyard.planning.traffic import Collective, Traffic
+from trainyard.planning.work import Matmul, RankWork, StagePass, Work, count_work
 
 Parts = dict[str, float]
 """Seconds by name."""
-PassSeconds = tuple[Parts, Parts]
-"""Of the forward and the backward pass of a micro batch through a stage."""
+BothSeconds = tuple[Parts, Parts]
+"""Forward and backward pass of a micro batch through a stage."""
 PARTS = (
     "matmuls",
     "attention",
@@ -56,10 +56,10 @@ PARTS = (
     "optimizer",
 )
 
-UNPACK_BYTES = 21
+FROM_FP8_BYTES = 21
 """Moved per weight that arrives as fp8: reordered, cast to fp32, divided, written as bf16."""
 FORWARD_SHARE = {"none": 1 / 2, "attention": 2 / 5, "block": 1 / 3}
-"""Of the communication inside layers; the backward pass includes that of recomputation."""
+"""Share of the communication inside layers; the backward pass includes that of recomputation."""
 
 
 @dataclass(frozen=True)
@@ -86,29 +86,32 @@ def step_time(run: Run, plan: Plan, machine: Machine, program: Program | None = 
     Raises:
         MachineError: the device lacks the run's precision, or its figures are unknown.
     """
-    return price(count_work(run, plan, program), plan.topology, machine)
+    return time_of(count_work(run, plan, program), machine)
 
 
-def price(work: Work, topology: Topology, machine: Machine) -> StepTime:
+def time_of(work: Work, machine: Machine) -> StepTime:
     """Predicts a step from its work, like `step_time`."""
-    prices = _Prices(work, topology, machine)
-    stages = prices.stages()
-    n_ranks, m = topology.pipeline, work.n_micro_batches
-    loads = [_total(stages[rank::n_ranks]) for rank in range(n_ranks)]
-    seconds = [sum(load.values()) for load in loads]
-    slowest = max(range(n_ranks), key=seconds.__getitem__)
-    parts = {name: m * part for name, part in loads[slowest].items()}
-    parts["bubble"] = (sum(seconds) - seconds[slowest]) * n_ranks / len(stages)
+    timer = _Timer(work, machine)
+    seconds = {rank: timer.stages(rank) for rank in set(work.ranks)}  # most are alike
+    ranks = [seconds[rank] for rank in work.ranks]
+    loads = [_total(stages) for stages in ranks]
+    totals = [sum(load.values()) for load in loads]
+    slowest = max(range(len(ranks)), key=totals.__getitem__)
+    parts = {name: work.n_micro_batches * part for name, part in loads[slowest].items()}
+    n_stages = sum(map(len, ranks))
+    parts["bubble"] = (sum(totals) - totals[slowest]) * len(ranks) / n_stages
     if work.run.parallel.schedule == "zero_bubble":
         parts["bubble"] /= 3
-    parts["data"] = max(map(prices.data_seconds, work.traffic, work.unpacked, seconds))
-    n_bytes = update_bytes(work.run) * max(work.updated)
-    update_seconds = machine.memory_seconds(n_bytes) + prices.update_seconds()
-    parts["optimizer"] = machine.with_host(update_seconds, work.update_kernels, 0)
+    parts["data"] = max(map(timer.data_seconds, work.ranks, totals))
+    parts["optimizer"] = timer.update_seconds()
     return StepTime(
         seconds=sum(parts.values()),
         parts={name: parts[name] for name in PARTS},
-        stage_seconds=tuple((sum(a.values()), sum(b.values())) for a, b in stages),
+        stage_seconds=tuple(
+            (sum(forward.values()), sum(backward.values()))
+            for stages in zip(*ranks, strict=True)
+            for forward, backward in stages
+        ),
     )
 
 
@@ -127,21 +130,21 @@ def update_bytes(run: Run) -> int:
     return n_bytes + 2 * stored.weight.n_bytes + cast_bytes * (stored.weight != compute)
 
 
-def _total(stages: Iterable[PassSeconds]) -> Parts:
+def _total(stages: Iterable[BothSeconds]) -> Parts:
     """Sums the passes through the stages of a rank."""
     totals: Parts = {}
-    for parts in (parts for passes in stages for parts in passes):
+    for parts in (parts for both in stages for parts in both):
         for name, seconds in parts.items():
             totals[name] = totals.get(name, 0.0) + seconds
     return totals
 
 
-class _Prices:
-    """The cost of work in one layout on one machine."""
+class _Timer:
+    """The time of work on one machine."""
 
-    def __init__(self, work: Work, topology: Topology, machine: Machine) -> None:
-        self.work, self.topology, self.machine = work, topology, machine
-        self.program = work.program
+    def __init__(self, work: Work, machine: Machine) -> None:
+        self.work, self.topology, self.machine = work, work.topology, machine
+        self.program, self.run = work.program, work.run
         self.parallel = work.run.parallel
         formats = work.run.precision.formats
         self.value_bytes = formats.compute.n_bytes
@@ -149,32 +152,28 @@ class _Prices:
         takes = takes_cudnn(work.run, machine.device.capability)
         self.attention_speed = self.program.attention_speed or (CUDNN_SPEED if takes else 1.0)
 
-    def stages(self) -> list[PassSeconds]:
-        """Times the passes of one micro batch through each stage."""
-        n_ranks = self.topology.pipeline
-        pairs = [
-            (stage, self.work.traffic[number % n_ranks])
-            for number, stage in enumerate(self.work.stages)
-        ]
-        priced = {pair: self._passes(*pair) for pair in set(pairs)}  # most are alike
-        return [priced[pair] for pair in pairs]
-
-    def _passes(self, stage: Stage, traffic: tuple[Traffic, ...]) -> PassSeconds:
-        """Times a stage, with its share of its rank's messages."""
-        n = self.work.n_micro_batches * len(self.work.stages) // self.topology.pipeline
-        talk = dict.fromkeys(("tensor", "context", "pipeline"), 0.0)
-        for kind in traffic:
-            if kind.axis in talk and not _is_of_data(kind):
-                talk[kind.axis] += self.talk_seconds(kind) / n
+    def stages(self, rank: RankWork) -> list[BothSeconds]:
+        """Times a micro batch through each stage of a rank, with a share of the rank's messages."""
+        n = self.work.n_micro_batches * len(rank.stages)
+        exchanged = dict.fromkeys(("tensor", "context", "pipeline"), 0.0)
+        for kind in rank.traffic:
+            if kind.axis in exchanged and not _is_of_data(kind):
+                exchanged[kind.axis] += self.message_seconds(kind) / n
         if self.program.hides_tensor == "all":  # except the first part
-            talk["tensor"] /= self.topology.tensor
+            exchanged["tensor"] /= self.topology.tensor
         first = FORWARD_SHARE[self.parallel.recompute]
         shares = {"tensor": first, "context": first, "pipeline": 1 / 2}
-        forward = {axis: talk[axis] * share for axis, share in shares.items()}
-        backward = {axis: talk[axis] - seconds for axis, seconds in forward.items()}
-        if self.program.hides_tensor == "backward":
-            backward["tensor"] -= stage.n_blocks * self._hidden_seconds()
-        return self._pass(stage.forward, forward), self._pass(stage.backward, backward)
+        forward = {axis: exchanged[axis] * share for axis, share in shares.items()}
+        backward = {axis: exchanged[axis] - seconds for axis, seconds in forward.items()}
+        hidden = self._hidden_seconds() if self.program.hides_tensor == "backward" else 0.0
+        seconds = {}
+        for passes in set(rank.stages):
+            hides = {"tensor": backward["tensor"] - passes[1].n_blocks * hidden}
+            seconds[passes] = (
+                self._pass(passes[0], forward),
+                self._pass(passes[1], backward | hides),
+            )
+        return [seconds[passes] for passes in rank.stages]
 
     def _hidden_seconds(self) -> float:
         """Times what tensor ranks exchange beside matmuls, in a block's backward pass.
@@ -182,53 +181,57 @@ class _Prices:
         Of a column-parallel layer, they sum the gradient of the input beside the matmul of the
         weight's gradient, and gather tokens again beside that of the input's.
         """
-        run, parallel = self.work.run, self.parallel
+        run, parallel = self.run, self.parallel
         if self.topology.tensor == 1 or parallel.schedule == "zero_bubble":
             return 0.0
         n_tokens = run.train.micro_batch_size * run.model.sequence_length // self.topology.context
         n_bytes = n_tokens * run.model.d_model * self.value_bytes
         kinds: list[Collective] = ["reduce-scatter" if parallel.sequence else "all-reduce"]
         kinds += ["all-gather"] * parallel.gathers_again
-        talks = [self.talk_seconds(Traffic("tensor", kind, 1, n_bytes)) for kind in kinds]
-        in_fp8, shown = run.precision.formats.multiplies_in_fp8, self.program.shown_data
+        messages = [self.message_seconds(Traffic("tensor", kind, 1, n_bytes)) for kind in kinds]
+        in_fp8, hides = run.precision.formats.multiplies_in_fp8, 1 - self.program.exposed_share
         hidden = 0.0
         for layer in matmuls(run.model, tensor=self.topology.tensor):
             if layer.sharding == "column":
                 beside = Matmul(n_tokens, layer.n_inputs, layer.n_outputs, in_fp8=in_fp8)
-                seconds = self._product_seconds(beside)
-                hidden += sum(min(seconds, (1 - shown) * talk) for talk in talks)
+                seconds = self._matmul_seconds(beside)
+                hidden += sum(min(seconds, hides * message) for message in messages)
         return hidden
 
-    def _pass(self, work: StagePass, talk: Parts) -> Parts:
+    def _pass(self, work: StagePass, exchanged: Parts) -> Parts:
         """Times one pass of a micro batch through a stage."""
         machine = self.machine
         parts = {
-            "matmuls": sum(map(self._product_seconds, work.products)),
+            "matmuls": sum(map(self._matmul_seconds, work.products)),
             "attention": machine.attention_seconds(
                 work.attention_flops, self.dtypes[0], self.attention_speed
             ),
             "memory-bound": machine.memory_seconds(work.memory_bytes),
-            **talk,
+            **exchanged,
         }
         device_seconds = sum(parts.values())
-        seconds = machine.with_host(device_seconds, work.kernels, work.blocks)
+        n_compiled = work.n_blocks * self.program.is_compiled
+        seconds = machine.with_host(device_seconds, work.kernels, n_compiled)
         return parts | {"overhead": seconds - device_seconds}
 
     def update_seconds(self) -> float:
-        """Times what Muon multiplies and exchanges."""
-        talks = (
-            sum(self.talk_seconds(kind) for kind in traffic if kind.axis == "stage")
-            for traffic in self.work.traffic
+        """Times the optimizer, with what Muon multiplies and exchanges."""
+        work, machine = self.work, self.machine
+        n_updated = max(rank.n_updated for rank in work.ranks)
+        seconds = sum(map(self._matmul_seconds, work.update_products)) + max(
+            sum(self.message_seconds(kind) for kind in rank.traffic if kind.axis == "stage")
+            for rank in work.ranks
         )
-        return sum(map(self._product_seconds, self.work.update_products)) + max(talks)
+        seconds = machine.memory_seconds(update_bytes(self.run) * n_updated) + seconds
+        return machine.with_host(seconds, work.update_kernels, 0)
 
-    def _product_seconds(self, product: Matmul) -> float:
-        n_bytes = product.n_bytes(self.value_bytes, self.program.cast_bytes)
-        speed = FP8_SPEEDS[self.work.run.precision.fp8.scaling] if product.in_fp8 else 1.0
-        multiplying = self.machine.matmul_seconds(product.flops, self.dtypes[product.in_fp8], speed)
-        return multiplying + self.machine.memory_seconds(n_bytes)
+    def _matmul_seconds(self, matmul: Matmul) -> float:
+        n_bytes = matmul.n_bytes(self.value_bytes, self.program.cast_bytes)
+        speed = FP8_SPEEDS[self.run.precision.fp8.scaling] if matmul.in_fp8 else 1.0
+        seconds = self.machine.matmul_seconds(matmul.flops, self.dtypes[matmul.in_fp8], speed)
+        return seconds + self.machine.memory_seconds(n_bytes)
 
-    def talk_seconds(self, kind: Traffic) -> float:
+    def message_seconds(self, kind: Traffic) -> float:
         """Times calls: rings send each part of a buffer past all ranks except one."""
         size, bandwidth, latency = self._link(kind.axis)
         if kind.collective == "send":
@@ -264,27 +267,26 @@ class _Prices:
         # Rings use the network devices of all their ranks in a node; a send uses one.
         return size, min(link, network * (1 if axis == "pipeline" else n_inside)), latency
 
-    def data_seconds(self, traffic: Iterable[Traffic], unpacked: int, rank_seconds: float) -> float:
+    def data_seconds(self, rank: RankWork, micro_batch_seconds: float) -> float:
         """Times exposed communication of data ranks and of the pipeline's ends.
 
         Args:
-            traffic: of a rank.
-            unpacked: weights that it casts back to 16 bits.
-            rank_seconds: its compute time for one micro batch.
+            rank: one rank's work.
+            micro_batch_seconds: its compute time for one micro batch.
         """
         parallel, program = self.parallel, self.program
-        seconds = self.machine.memory_seconds(UNPACK_BYTES * unpacked)
-        for kind in filter(_is_of_data, traffic):
+        seconds = self.machine.memory_seconds(FROM_FP8_BYTES * rank.n_from_fp8)
+        for kind in filter(_is_of_data, rank.traffic):
             is_gradient = kind.collective != "all-gather"
             share = program.reduced_bytes / FP32_BYTES if is_gradient else 1
-            seconds += share * self.talk_seconds(kind)
-        if parallel.pipeline > 1 and parallel.zero_stage < 3 and not program.hides_in_pipeline:
+            seconds += share * self.message_seconds(kind)
+        if parallel.pipeline > 1 and not parallel.shards_weights and not program.hides_in_pipeline:
             return seconds
         # The first weights and the last gradients have no computation to hide behind.
-        n_groups = self.work.run.model.n_layers // parallel.pipeline + 1
-        n_hiding = self.work.n_micro_batches if parallel.zero_stage > 1 else 1
-        shown = max(program.shown_data, 1 / n_groups)
-        return max(shown * seconds, seconds - n_hiding * rank_seconds)
+        n_groups = self.run.model.n_layers // parallel.pipeline + 1
+        n_hiding = self.work.n_micro_batches if parallel.shards_gradients else 1
+        exposed_share = max(program.exposed_share, 1 / n_groups)
+        return max(exposed_share * seconds, seconds - n_hiding * micro_batch_seconds)
 
 
 def _is_of_data(kind: Traffic) -> bool:

@@ -113,28 +113,51 @@ def _order(
 ) -> list[tuple[Kind, int, int]]:
     """Lists the passes of a rank in order: kind, stage, micro batch."""
     n_passes = n_chunks * n_micro_batches
-    n_rounds = max(1, n_micro_batches // n_ranks)
-    in_round = n_micro_batches // n_rounds
-    if schedule in ("gpipe", "1f1b") or n_ranks == 1:
-        in_round = n_micro_batches
+    in_round = n_micro_batches
+    if schedule in ("interleaved", "zero_bubble") and n_ranks > 1:
+        in_round = round_size(n_ranks, n_micro_batches)
     forward, backward = [], []
     for number in range(n_passes):
         chunk = number // in_round % n_chunks
         micro = number // (in_round * n_chunks) * in_round + number % in_round
         forward.append((chunk * n_ranks + rank, micro))
         backward.append(((n_chunks - 1 - chunk) * n_ranks + rank, micro))
-    if schedule == "gpipe" and n_ranks > 1:
-        n_ahead = n_passes
-    elif schedule == "interleaved" and n_ranks > 1:
-        n_ahead = (n_chunks - 1) * in_round + 2 * (n_ranks - 1 - rank)
-    elif schedule == "zero_bubble" and n_ranks > 1:
-        n_ahead = (n_chunks - 1) * in_round + (n_ranks - 1 - rank)
-    else:
-        n_ahead = n_ranks - 1 - rank
-    n_ahead = min(n_ahead, n_passes)
+    n_ahead = _passes_ahead(schedule, rank, n_ranks, n_chunks, n_micro_batches)
     order: list[tuple[Kind, int, int]] = [("F", *each) for each in forward[:n_ahead]]
     for number, each in enumerate(backward):
         if n_ahead + number < n_passes:
             order.append(("F", *forward[n_ahead + number]))
         order.append(("B", *each))
     return order
+
+
+def _passes_ahead(
+    schedule: str, rank: int, n_ranks: int, n_chunks: int, n_micro_batches: int
+) -> int:
+    """Counts the forward passes before the one that the first backward pass follows."""
+    if n_ranks == 1:
+        return 0
+    n_ahead, n_passes = n_ranks - 1 - rank, n_chunks * n_micro_batches
+    if schedule == "gpipe":
+        return n_passes
+    if schedule == "interleaved":
+        n_ahead *= 2
+    return min(n_passes, (n_chunks - 1) * round_size(n_ranks, n_micro_batches) + n_ahead)
+
+
+def round_size(n_ranks: int, n_micro_batches: int) -> int:
+    """Counts the micro batches that a rank passes through one of its stages before the next."""
+    return n_micro_batches // max(1, n_micro_batches // n_ranks)
+
+
+def micro_batches_in_flight(
+    schedule: str, rank: int, n_ranks: int, n_chunks: int, n_micro_batches: int
+) -> list[int]:
+    """Counts, for each stage of a rank, micro batches whose activations are kept at most."""
+    n_begun = 1 + _passes_ahead(schedule, rank, n_ranks, n_chunks, n_micro_batches)
+    if schedule == "zero_bubble" and n_ranks > 1:  # gradients of weights are computed later
+        n_begun += rank
+    counts = [0] * n_chunks
+    for number in range(min(n_chunks * n_micro_batches, n_begun)):
+        counts[number // round_size(n_ranks, n_micro_batches) % n_chunks] += 1
+    return counts

@@ -23,6 +23,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Self
 
 import torch
 from torch import Tensor
@@ -47,8 +48,8 @@ _CHUNK_BLOCKS = {"cpu": 2**13, "cuda": 2**19}
 
 def torch_dtype(dtype: DType) -> torch.dtype:
     """Returns torch's dtype of a number format, without the scales."""
-    found: torch.dtype = getattr(torch, dtype.torch_name)
-    return found
+    named: torch.dtype = getattr(torch, dtype.torch_name)
+    return named
 
 
 @dataclass(frozen=True)
@@ -61,24 +62,26 @@ class BlockScaledTensor:
     """Exponents of the scales, plus 127; 255 if not finite. (rows, columns / 32), uint8."""
 
     @classmethod
-    def zeros(
-        cls, shape: torch.Size, dtype: torch.dtype, device: torch.device
-    ) -> BlockScaledTensor:
+    def zeros(cls, shape: torch.Size, dtype: torch.dtype, device: torch.device) -> Self:
         """Makes a matrix of zeros."""
         rows, columns = shape
         exponents = torch.ones(rows, columns // COLUMNS, dtype=torch.uint8, device=device)
         return cls(torch.zeros(shape, dtype=dtype, device=device), exponents)
 
     @classmethod
-    def of(cls, values: Tensor, dtype: torch.dtype = E4M3) -> BlockScaledTensor:
+    def of(cls, values: Tensor, dtype: torch.dtype = E4M3) -> Self:
         """Returns the codes nearest to the values of a contiguous matrix, in bf16 or fp32."""
         codes = cls.zeros(values.shape, dtype, values.device)
-        blocks = values.view(-1, COLUMNS)
-        for chunk, part in codes.chunks():
-            found, exponents = encode(blocks[part], dtype)
-            chunk.values.copy_(found)
-            chunk.exponents.copy_(exponents)
+        codes.copy_(values)
         return codes
+
+    def copy_(self, values: Tensor) -> None:
+        """Takes the codes nearest to the values of a contiguous matrix, in bf16 or fp32."""
+        blocks = values.view(-1, COLUMNS)
+        for chunk, part in self.chunks():
+            codes, exponents = encode(blocks[part], self.values.dtype)
+            chunk.values.copy_(codes)
+            chunk.exponents.copy_(exponents)
 
     def chunks(self) -> Iterator[tuple[BlockScaledTensor, slice]]:
         """Yields chunks as views, in blocks: (n, 32) and (n, 1); with their positions."""
@@ -95,12 +98,12 @@ class BlockScaledTensor:
 
     def block_norms(self) -> Tensor:
         """Returns the norm of every block of 32 values, fp32."""
-        found = [
-            # Of codes, since squares of decoded values may overflow fp32.
+        norms = [
+            # The norm of the codes, since squares of decoded values may overflow fp32.
             torch.linalg.vector_norm(chunk.values.float(), dim=-1) * _scales(chunk.exponents)[:, 0]
             for chunk, _ in self.chunks()
         ]
-        return torch.cat(found) if found else torch.zeros(0, device=self.values.device)
+        return torch.cat(norms) if norms else torch.zeros(0, device=self.values.device)
 
 
 def encode(

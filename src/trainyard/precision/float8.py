@@ -165,11 +165,11 @@ def refuse_device(run: Run, device: torch.device | None = None) -> None:
             f"precision.kind={kind!r} needs torchao, which is not installed",
             "pip install torchao, or precision.kind=bf16",
         )
-    found = "" if run.precision.fp8.emulate else _device_problem(device)
-    if found:
+    problem = "" if run.precision.fp8.emulate else _device_problem(device)
+    if problem:
         raise MachineError(
             f"precision.kind={kind!r} needs fp8 matmuls: an NVIDIA GPU of compute "
-            f"capability 8.9 or higher, or an AMD MI300; {found}",
+            f"capability 8.9 or higher, or an AMD MI300; {problem}",
             "precision.kind=bf16; or precision.fp8.emulate=true, which computes the same, slowly",
         )
 
@@ -185,6 +185,5 @@ def _device_problem(device: torch.device | None) -> str:
         architecture = torch.cuda.get_device_properties(device).gcnArchName
         return "" if architecture.startswith(_AMD_WITH_FP8) else f"{name} is {architecture}"
     major, minor = capability = torch.cuda.get_device_capability(device)
-    if capability >= FIRST_CAPABILITY:
-        return ""
-    return f"{name} has compute capability {major}.{minor}"
+    has_fp8 = capability >= FIRST_CAPABILITY
+    return "" if has_fp8 else f"{name} has compute capability {major}.{minor}"

@@ -12,12 +12,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from trainyard.config.devices import cpu_multiplies_bf16_natively, is_amd_with_avx512
 from trainyard.config.precisions import BF16, FP16, FP32, Stored
 from trainyard.config.rules import change
 from trainyard.config.run import Run
 from trainyard.model.gpt import GPT
 from trainyard.model.linear import Linear, PlainProduct, multiply_by
-from trainyard.planning.hardware import cpu_multiplies_bf16_natively, is_amd_with_avx512
 from trainyard.precision.block_scaled import torch_dtype
 from trainyard.precision.float8 import blocks_in_fp8, convert_to_float8
 
@@ -57,7 +57,7 @@ class PrecisionPolicy:
 
     def gathered_in_fp8(self, model: GPT) -> list[nn.Module]:
         """Lists the blocks whose weights ranks send in fp8."""
-        gathers = self._run.precision.fp8.all_gather and self._run.parallel.zero_stage > 0
+        gathers = self._run.precision.fp8.all_gather and self._run.parallel.shards_state
         return [*blocks_in_fp8(model, self._run).values()] if gathers else []
 
     def stored(self, name: str, n_dimensions: int) -> Stored:
@@ -84,10 +84,10 @@ def warn_of_slow_precision(run: Run, device: torch.device) -> None:
 
 
 FEW_ROWS = 512
-"""Of an input, on a CPU of AMD without AVX-512: more are faster with MKL there."""
+"""An input with more rows is faster with MKL, on a CPU of AMD without AVX-512."""
 LEAST_WORK = 2**25
-"""Values of a weight times rows, at least 128: of less, a call of oneDNN takes longer to begin than
-it saves."""
+"""Values of a weight times rows, at least 128: with less work, a call of oneDNN takes longer to
+begin than it saves."""
 
 
 class OneDnnProduct(PlainProduct):
@@ -127,7 +127,7 @@ def use_onednn(model: GPT) -> None:
 
     One step of the backward pass then computes both gradients of a matmul.
     """
-    on_cpu = all(each.is_cpu for each in model.parameters())  # none is in a simulation of a GPU
+    on_cpu = all(weight.is_cpu for weight in model.parameters())  # none is in a simulation of a GPU
     if on_cpu and model.compute_dtype == torch.float32 and has_onednn():
         product = OneDnnProduct() if is_amd_with_avx512() else OneDnnProduct(FEW_ROWS)
         for module in model.modules():

@@ -15,8 +15,8 @@ from trainyard.architecture import block_layers, shapes_of
 from trainyard.checkpoint.format import MANIFEST, list_checkpoints, step_of
 from trainyard.config.run import Run
 from trainyard.files import SETTINGS_LIMIT_BYTES, parse_json, read_file
-from trainyard.planning.batches import BatchSchedule
-from trainyard.planning.saving import checkpoint_bytes
+from trainyard.layout.batches import BatchSchedule
+from trainyard.layout.sizes import checkpoint_bytes
 from trainyard.report.metrics import Line, is_finite
 from trainyard.report.run_view import EVALUATION, UNKNOWN, RunView, show
 from trainyard.units import format_bytes, format_large, format_seconds
@@ -209,17 +209,17 @@ def _state_bytes(run: Run, n_parameters: float, topology: Any) -> float | None:
         for shape in shapes_of(block_layers(run.model)).values()
     ]
     parts.append((False, 2, int(n_parameters) - sum(n for *_, n in parts)))
-    n_bytes = 0.0
+    n_bytes, parallel = 0.0, run.parallel
     for in_block, n_dimensions, n in parts:
         stored = run.stored(in_block, n_dimensions)
         # A converted gradient is complete, and so only of the rank's own values.
-        sharded_from = 1 if stored.converts_gradient else 2
-        for stage, size in (
-            (1, stored.state_bytes(n)),
-            (sharded_from, stored.gradient.bytes_of(n)),
-            (3, stored.weight.bytes_of(n)),
+        shards_gradients = stored.converts_gradient and parallel.shards_state
+        for is_sharded, size in (
+            (parallel.shards_state, stored.state_bytes(n)),
+            (shards_gradients or parallel.shards_gradients, stored.gradient.bytes_of(n)),
+            (parallel.shards_weights, stored.weight.bytes_of(n)),
         ):
-            n_bytes += size / (shard * context if run.parallel.zero_stage >= stage else 1)
+            n_bytes += size / (shard * context if is_sharded else 1)
     return n_bytes / (tensor * pipeline)
 
 

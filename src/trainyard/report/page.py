@@ -6,13 +6,13 @@ import base64
 import hashlib
 import json
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import cache
 from html import escape
 from importlib.resources import files
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from trainyard import errors
 from trainyard.architecture import describe_parts
@@ -55,6 +55,7 @@ OWN_FIELDS = ("name", "description")
 OWN_SECTIONS = ("data.", "tokenizer.", "evaluate.sample_", "log.")
 
 Fields = dict[str, str]
+T = TypeVar("T")
 
 
 def write_report(
@@ -185,10 +186,10 @@ def _render_tiles(view: RunView) -> str:
         f"<dd><small>{escape(figure.meaning)}</small></dd></div>"
         for figure in known[:N_TILES]
     )
-    others = {one.label: f"{one.value} {one.meaning}".strip() for one in known[N_TILES:]}
+    others = {one.label: [f"{one.value} {one.meaning}".strip()] for one in known[N_TILES:]}
     return (
         f'<h2>Summary</h2>\n<dl class="tiles">\n{tiles}\n</dl>\n'
-        f"{_folded(f'{len(others)} more figures', _render_table([others]))}"
+        f"{_folded(f'{len(others)} more figures', _render_table(others))}"
     )
 
 
@@ -233,19 +234,18 @@ def _render_figures(
         figures: of each run; what is unknown of all is left out.
         comparable: losses per token may be compared.
     """
-    columns = [{one.label: one for one in column} for column in figures]
     missing = Figure("", UNKNOWN)
-    rows = {label: [one.get(label, missing) for one in columns] for label in _keys(columns)}
+    rows = _as_rows([{one.label: one for one in column} for column in figures], missing)
     rows = {label: row for label, row in rows.items() if any(x.value != UNKNOWN for x in row)}
+    texts = {label: [one.value for one in row] for label, row in rows.items()}
+    if len(runs) == 1:
+        return _render_table(texts), ""
     same_length = len({view.last("tokens") for view in runs}) == 1
     best = {
-        (number, label)
+        (label, number)
         for label, row in (rows.items() if same_length else ())
         for number in find_best(row, comparable=comparable)
     }
-    texts = [{label: row[i].value for label, row in rows.items()} for i in range(len(runs))]
-    if len(runs) == 1:
-        return _render_table(texts), ""
     note = "Marked: the best value." if same_length else NOT_MARKED
     return _render_table(texts, [view.name for view in runs], best), note
 
@@ -290,14 +290,13 @@ def _notes(runs: list[RunView]) -> Iterable[str]:
 def _render_environment(runs: list[RunView]) -> str:
     versions = [load_facts(view.folder / "versions.json") for view in runs]
     columns = [{key: _as_text(value) for key, value in facts.items()} for facts in versions]
-    return _render_table(columns, [view.name for view in runs] if len(runs) > 1 else [])
+    headings = [view.name for view in runs] if len(runs) > 1 else []
+    return _render_table(_as_rows(columns, UNKNOWN), headings)
 
 
 def _render_planned(view: RunView, *, alone: bool) -> str:
-    rows = compare_with_plan(view)
-    columns = [{key: pair[side] for key, pair in rows.items()} for side in (0, 1)]
     title = "" if alone else f"<h3>{escape(view.name)}</h3>\n"
-    return title + _render_table(columns, ["planned", "measured"])
+    return title + _render_table(compare_with_plan(view), ["planned", "measured"])
 
 
 def _render_samples(view: RunView, *, alone: bool) -> str:
@@ -368,7 +367,7 @@ def _render_settings(runs: list[RunView]) -> str:
         )
     changed = _differing([*columns, defaults])
     rest = [key for key in changed if key not in first]
-    same = [key for key in _keys(columns) if key not in changed and key not in OWN_FIELDS]
+    same = [key for key in _as_rows(columns, "") if key not in {*changed, *OWN_FIELDS}]
     more = f"{len(rest)} {'more ' if first else ''}settings that are not the default"
     table = _render_fields(rest, [*columns, defaults], [*headings, "default"])
     parts += [
@@ -409,58 +408,51 @@ def _as_text(value: Any) -> str:
     return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
 
 
-def _keys(columns: Iterable[Mapping[str, object]]) -> list[str]:
-    return list(dict.fromkeys(key for column in columns for key in column))
+def _as_rows(columns: Sequence[Mapping[str, T]], missing: T) -> dict[str, list[T]]:
+    """Turns columns of a table into its rows, in the order in which their keys first occur."""
+    keys = dict.fromkeys(key for column in columns for key in column)
+    return {key: [column.get(key, missing) for column in columns] for key in keys}
 
 
-def _differing(columns: Iterable[Fields]) -> list[str]:
+def _differing(columns: Sequence[Fields]) -> list[str]:
     """Lists the fields whose values differ between columns; all runs have names of their own."""
-    columns = list(columns)
-    return [
-        key
-        for key in _keys(columns)
-        if key not in OWN_FIELDS and len({fields.get(key) for fields in columns}) > 1
-    ]
+    rows = _as_rows(columns, None).items()
+    return [key for key, row in rows if key not in OWN_FIELDS and len(set(row)) > 1]
 
 
 def _render_fields(keys: list[str], columns: list[Fields], headings: Iterable[str] = ()) -> str:
-    chosen = [{key: fields.get(key, UNKNOWN) for key in keys} for fields in columns]
-    return _render_table(chosen, headings, css="fields")
+    rows = {key: [fields.get(key, UNKNOWN) for fields in columns] for key in keys}
+    return _render_table(rows, headings, css="fields")
 
 
 def _render_table(
-    columns: list[Fields],
+    rows: Mapping[str, Sequence[str]],
     headings: Iterable[str] = (),
-    marked: set[tuple[int, str]] | None = None,
+    marked: Collection[tuple[str, int]] = (),
     css: str = "",
 ) -> str:
     """Renders one row for each field.
 
     Args:
-        columns: values by field.
+        rows: values by field.
         headings: of the columns; without any, the table has none.
-        marked: cells to stand out, by number of the column and field.
+        marked: cells to stand out, by field and number of the column.
         css: class of the table.
     """
-    keys = _keys(columns)
-    if not keys:
+    if not rows:
         return '<p class="muted">Nothing recorded.</p>'
 
-    def cell(number: int, key: str) -> str:
-        text = escape(columns[number].get(key, UNKNOWN))
-        return (
-            f"<td><mark>{text}</mark></td>"
-            if (number, key) in (marked or ())
-            else f"<td>{text}</td>"
-        )
+    def cell(key: str, number: int, text: str) -> str:
+        mark, end = ("<mark>", "</mark>") if (key, number) in marked else ("", "")
+        return f"<td>{mark}{escape(text)}{end}</td>"
 
-    rows = "\n".join(
+    body = "\n".join(
         f'<tr><th scope="row">{_breakable(key)}</th>'
-        f"{''.join(cell(number, key) for number in range(len(columns)))}</tr>"
-        for key in keys
+        f"{''.join(cell(key, number, text) for number, text in enumerate(row))}</tr>"
+        for key, row in rows.items()
     )
     names = "".join(f'<th scope="col">{escape(heading)}</th>' for heading in headings)
-    return _boxed_table(css, f"<td></td>{names}" if names else "", rows)
+    return _boxed_table(css, f"<td></td>{names}" if names else "", body)
 
 
 def _breakable(key: str) -> str:

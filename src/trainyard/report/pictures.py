@@ -20,11 +20,11 @@ from matplotlib.figure import Figure as Canvas
 from matplotlib.patches import Patch
 from matplotlib.ticker import MaxNLocator, NullFormatter
 
+from trainyard.config.devices import GIB
 from trainyard.config.run import Run
 from trainyard.errors import explain_failure
-from trainyard.planning.hardware import GIB
+from trainyard.layout.resolve import Plan
 from trainyard.planning.memory import RankMemory
-from trainyard.planning.resolve import Plan
 from trainyard.planning.time import StepTime
 from trainyard.planning.timeline import Kind, lay_out
 from trainyard.report.charts import Chart, Style

@@ -22,7 +22,7 @@ from trainyard.config.load import load_run
 from trainyard.config.run import Run
 from trainyard.errors import EXIT_HOLD, EXIT_REQUEUE, DataError
 from trainyard.files import parse_json, read_file
-from trainyard.jobs.scheduler import JobState
+from trainyard.jobs.schedulers import JobState
 from trainyard.jobs.status import (
     Start,
     Submission,

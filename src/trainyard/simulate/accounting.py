@@ -79,9 +79,8 @@ class Accounting(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.calls: Counter[tuple[str, str]] = Counter()
         self.message_bytes: Counter[tuple[str, str]] = Counter()
         self._paused = 0
-        self._sizes: dict[int, int] = {}
+        self._live: dict[int, tuple[int, str]] = {}
         self._references: dict[int, weakref.ref[torch.UntypedStorage]] = {}
-        self._labels: dict[int, str] = {}
         self._initial: dict[int, tuple[int, str]] = {}
         self._changes: list[tuple[int, int, str]] = []
         self._peak_change = 0
@@ -93,7 +92,7 @@ class Accounting(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.calls.clear()
         self.message_bytes.clear()
         self._changes.clear()
-        self._initial = {key: (size, self._labels[key]) for key, size in self._sizes.items()}
+        self._initial = dict(self._live)
         self.peak_bytes, self._peak_change = self.live_bytes, 0
         self.peak_moment = self.moment
 
@@ -101,7 +100,8 @@ class Accounting(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """Names live memory, for `largest_at_peak`."""
         for name, tensor in tensors:
             self._enter_tensor(tensor, name)
-            self._labels[_local(tensor).untyped_storage()._cdata] = name
+            key = _local(tensor).untyped_storage()._cdata
+            self._live[key] = self._live[key][0], name
 
     def live_at_peak(self) -> Counter[str]:
         """Sums live memory at the peak by name; unnamed memory is under its operation."""
@@ -111,10 +111,10 @@ class Accounting(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 live[key] = (size, label)
             else:
                 live.pop(key, None)
-        found: Counter[str] = Counter()
+        by_name: Counter[str] = Counter()
         for size, label in live.values():
-            found[label] += size
-        return found
+            by_name[label] += size
+        return by_name
 
     def __enter__(self) -> Accounting:
         self._undo = _watch(self)
@@ -158,28 +158,29 @@ class Accounting(TorchDispatchMode):  # type: ignore[no-untyped-call]
             return
         storage = _local(tensor).untyped_storage()
         key = storage._cdata
-        if key not in self._sizes:
-            self._references[key] = weakref.ref(storage, lambda _: self._resize(key, 0, gone=True))
-            self._labels[key] = label
-            self._sizes[key] = 0
-            self._resize(key, storage.size())
-        elif self._sizes[key] != storage.size():
-            self._resize(key, storage.size())
+        if key not in self._live:
+            self._references[key] = weakref.ref(storage, lambda _: self._remove(key))
+            self._live[key] = 0, label
+        self._resize(key, storage.size())
 
-    def _resize(self, key: int, size: int, *, gone: bool = False) -> None:
-        self.live_bytes += size - self._sizes[key]
-        if size != self._sizes[key]:
-            self._changes.append((key, size, self._labels[key]))
-        self._sizes[key] = size
-        if gone:
-            del self._sizes[key], self._references[key], self._labels[key]
+    def _remove(self, key: int) -> None:
+        self._resize(key, 0)
+        del self._live[key], self._references[key]
+
+    def _resize(self, key: int, size: int) -> None:
+        before, label = self._live[key]
+        if size == before:
+            return
+        self.live_bytes += size - before
+        self._changes.append((key, size, label))
+        self._live[key] = size, label
         if self.live_bytes > self.peak_bytes:
             self.peak_bytes, self._peak_change = self.live_bytes, len(self._changes)
             self.peak_moment = self.moment
 
     def resized(self, storage: torch.UntypedStorage) -> None:
         """Records the new size of a known storage."""
-        if storage._cdata in self._sizes:
+        if storage._cdata in self._live:
             self._resize(storage._cdata, storage.size())
 
     @contextmanager

@@ -8,7 +8,7 @@ attention falls back to its slowest form. So they are on "cpu", and GPU behavior
 
     Tensor.is_cpu                   False: chunks of the loss, norms of gradients, as on a GPU
     F.scaled_dot_product_attention  saves what the flash kernel saves, with and without dropout
-    gpt.attention_kernel            that of a GPU: flash attention in bf16 and fp16
+    attention.attention_kernel      that of a GPU: flash attention in bf16 and fp16
     attention._attend_packed        as scaled_dot_product_attention, one document per sequence
     block_scaled._CHUNK_BLOCKS      pieces as large as on a GPU
 
@@ -28,8 +28,8 @@ missing. Fake tensors and fake ranks need these patches:
 `accounting.py` patches two methods to observe them: `UntypedStorage.resize_`, which no dispatcher
 sees, and those by which DTensor infers shapes; `kernels.py` patches one by which Inductor would
 write code. Nothing else in Trainyard replaces code of others (tested), but for a fault of torch
-2.11 that `model/gpt.py` mends. Private names of PyTorch that differ between 2.11 and 2.14 are in
-these four files and in `parallel/start.py`.
+2.11 that `model/compiled.py` mends. Private names of PyTorch that differ between 2.11 and 2.14 are
+in these four files and in `parallel/start.py`.
 """
 
 from __future__ import annotations
@@ -50,7 +50,6 @@ from torch.distributed.tensor import _redistribute, debug
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 from trainyard.model import attention as model_attention
-from trainyard.model import gpt
 from trainyard.model.attention import FLASH
 from trainyard.parallel import mesh as parallel_mesh
 from trainyard.parallel import model as parallel_model
@@ -221,7 +220,7 @@ def _acts_as_gpu() -> Iterator[None]:
     with (
         replaced(Tensor, "is_cpu", property(lambda _: False)),
         replaced(F, "scaled_dot_product_attention", attention),
-        replaced(gpt, "attention_kernel", kernel),
+        replaced(model_attention, "attention_kernel", kernel),
         replaced(model_attention, "_attend_packed", packed_attention),
         replaced(block_scaled, "_CHUNK_BLOCKS", {"cpu": block_scaled._CHUNK_BLOCKS["cuda"]}),
     ):

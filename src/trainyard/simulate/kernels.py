@@ -32,12 +32,14 @@ from trainyard.config.run import Run
 from trainyard.launch.heartbeat import Heartbeat, Phase
 from trainyard.parallel.mesh import build_mesh
 from trainyard.parallel.model import ParallelModel
-from trainyard.planning.resolve import resolve
-from trainyard.precision.float8 import build_product
 from trainyard.simulate.accounting import ATTENTION, count_flops, replaced
 from trainyard.simulate.fake_world import fake_tensors, fake_world
-from trainyard.simulate.simulation import FEWEST_MICRO_BATCHES, FakeBatches, build_fake_context
-from trainyard.training.run_folder import refuse_what_is_not_built
+from trainyard.simulate.simulation import (
+    FEWEST_MICRO_BATCHES,
+    FakeBatches,
+    build_fake_context,
+    prepare_simulation,
+)
 from trainyard.training.state import State
 from trainyard.training.step import train_step
 
@@ -69,9 +71,9 @@ class Kernel:
     n_bytes: int
     """Read and written."""
     flops: int = 0
-    """Of a matmul, or of causal attention."""
+    """FLOP of a matmul, or of causal attention."""
     dtype: torch.dtype | None = None
-    """Of a matmul's inputs."""
+    """Format of a matmul's inputs."""
     is_attention: bool = False
     n_launches: int = 1
 
@@ -85,10 +87,7 @@ def count_kernels(run: Run) -> Counter[Kernel]:
     Raises:
         ConfigError: the run cannot be trained on one device.
     """
-    refuse_what_is_not_built(change(run, {"precision.fp8.emulate": True}))
-    if run.precision.formats.multiplies_in_fp8:
-        build_product(run.precision.fp8)  # loads torchao, whose own tensors must not be fake
-    plan = resolve(run, 1)
+    plan = prepare_simulation(run, 1)
     n_micro_batches = run.train.global_batch_size // run.train.micro_batch_size
     more = min(n_micro_batches, FEWEST_MICRO_BATCHES)
     fewer = more if more == n_micro_batches else more - 1

@@ -24,38 +24,31 @@ from pathlib import Path
 from typing import Any, cast
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from trainyard.config.rules import change
 from trainyard.config.run import Run
 from trainyard.data.loader import Loader
-from trainyard.launch.heartbeat import Heartbeat
-from trainyard.optim.optimizer import build_optimizer
+from trainyard.launch.heartbeat import Heartbeat, Phase
+from trainyard.layout.batches import BatchSchedule
+from trainyard.layout.resolve import Plan, resolve
+from trainyard.optim.optimizer import LocalOptimizer, build_optimizer
 from trainyard.parallel.mesh import Mesh, build_mesh
 from trainyard.parallel.model import ParallelModel
-from trainyard.planning.batches import BatchSchedule
-from trainyard.planning.resolve import Plan, resolve
+from trainyard.parallel.placement import local_part
+from trainyard.planning.timeline import round_size
+from trainyard.planning.traffic import Axis, Collective, Traffic
 from trainyard.precision.float8 import build_product
 from trainyard.simulate.accounting import Accounting
 from trainyard.simulate.fake_world import fake_tensors, fake_world
-from trainyard.simulate.phase_labels import PhaseLabels
 from trainyard.training.run_folder import refuse_what_is_not_built
 from trainyard.training.state import State, TrainContext
 from trainyard.training.step import train_step
 
+MessageKind = tuple[Axis, Collective]
 N_LARGEST = 12
 FEWEST_MICRO_BATCHES = 3
 """The first, the last and a middle one can differ in memory and messages."""
-
-
-@dataclass(frozen=True)
-class Message:
-    """All calls of one kind by a rank in a step; like `planning.traffic.Traffic`."""
-
-    axis: str
-    collective: str
-    calls: int
-    n_bytes: int
 
 
 @dataclass(frozen=True)
@@ -65,19 +58,19 @@ class Simulation:
     rank: int
     n_ranks: int
     peak_bytes: int
-    """Of all live tensors; without memory of kernels and libraries."""
+    """Memory of all live tensors; without that of kernels and libraries."""
     moment: str
-    """The moment of the peak."""
+    """When memory is at its peak, in words."""
     largest: tuple[tuple[str, int], ...]
     """The largest tensors then: parameters by name, others by the operation that made them."""
     held_bytes: int
     """Between two steps: weights and optimizer state."""
     flops: dict[str, int]
-    """Of matmuls and attention, by operation, including recomputation; attention counts as if every
-    token saw all others."""
-    messages: tuple[Message, ...]
+    """FLOP of matmuls and attention by operation, including recomputation; attention counts as if
+    every token saw all others."""
+    messages: tuple[Traffic, ...]
     n_micro_batches: int
-    """Of a step; those beyond `n_simulated` are extrapolated."""
+    """In a step; those beyond `n_simulated` are extrapolated."""
     n_simulated: int
     seconds: float
     """How long the simulation took."""
@@ -94,11 +87,10 @@ class Counts:
     held_bytes: int
     """After it."""
     batch_bytes: int
-    """Of tokens and labels."""
+    """Bytes of tokens and labels."""
     flops: Counter[str]
-    calls: Counter[tuple[str, str]]
-    """By axis and kind."""
-    message_bytes: Counter[tuple[str, str]]
+    calls: Counter[MessageKind]
+    message_bytes: Counter[MessageKind]
 
     def extrapolate(self, fewer: Counts, n_micro_batches: int) -> Counts:
         """Extrapolates linearly from this step and one of fewer micro batches."""
@@ -126,10 +118,10 @@ class Counts:
             extend(self.message_bytes, fewer.message_bytes),
         )
 
-    def messages(self) -> tuple[Message, ...]:
+    def messages(self) -> tuple[Traffic, ...]:
         """Lists the messages, most bytes first."""
         return tuple(
-            Message(*kind, self.calls[kind], n_bytes)
+            Traffic(*kind, self.calls[kind], n_bytes)
             for kind, n_bytes in self.message_bytes.most_common()
         )
 
@@ -147,25 +139,21 @@ def simulate(run: Run, n_ranks: int, rank: int, *, on_gpu: bool = True) -> Simul
         ConfigError: the run does not fit `n_ranks`, or cannot be trained.
     """
     started = time.monotonic()
-    # As with emulation, no device needs fp8 here.
-    refuse_what_is_not_built(change(run, {"precision.fp8.emulate": True}))
-    if run.precision.formats.multiplies_in_fp8:
-        build_product(run.precision.fp8)  # loads torchao, whose own tensors must not be fake
-    plan = resolve(run, n_ranks)
+    plan = prepare_simulation(run, n_ranks)
     n_micro_batches = micro_batches_per_step(run, plan)
     numbers = _shorten(run, n_micro_batches)
-    books = Accounting()
+    accounts = Accounting()
     with fake_world(rank, n_ranks):
         mesh = build_mesh(plan.topology, rank, torch.device("cpu"))
-        with fake_tensors(on_gpu=on_gpu), books:
-            fewer, counts = count_steps(run, plan, mesh, books, numbers)
+        with fake_tensors(on_gpu=on_gpu), accounts:
+            fewer, counts = count_steps(run, plan, mesh, accounts, numbers)
     total = counts.extrapolate(fewer, n_micro_batches)
     return Simulation(
         rank,
         n_ranks,
         total.peak_bytes,
-        books.peak_moment,
-        tuple(books.live_at_peak().most_common(N_LARGEST)),
+        accounts.peak_moment,
+        tuple(accounts.live_at_peak().most_common(N_LARGEST)),
         total.held_bytes,
         dict(total.flops),
         total.messages(),
@@ -174,6 +162,19 @@ def simulate(run: Run, n_ranks: int, rank: int, *, on_gpu: bool = True) -> Simul
         time.monotonic() - started,
         tuple(_differences(run)),
     )
+
+
+def prepare_simulation(run: Run, n_ranks: int) -> Plan:
+    """Checks and plans a run, before tensors are fake.
+
+    Raises:
+        ConfigError: the run does not fit `n_ranks`, or cannot be trained.
+    """
+    # As with emulation, no device needs fp8 here.
+    refuse_what_is_not_built(change(run, {"precision.fp8.emulate": True}))
+    if run.precision.formats.multiplies_in_fp8:
+        build_product(run.precision.fp8)  # loads torchao, whose own tensors must not be fake
+    return resolve(run, n_ranks)
 
 
 def _differences(run: Run) -> Iterator[str]:
@@ -195,7 +196,7 @@ def micro_batches_per_step(run: Run, plan: Plan) -> int:
 
 
 def count_steps(
-    run: Run, plan: Plan, mesh: Mesh, books: Accounting, numbers: Sequence[int]
+    run: Run, plan: Plan, mesh: Mesh, accounts: Accounting, numbers: Sequence[int]
 ) -> list[Counts]:
     """Trains from the start, on real or fake tensors, and counts each step.
 
@@ -203,13 +204,13 @@ def count_steps(
         run: the run.
         plan: of the run.
         mesh: of this rank.
-        books: active accounts; at the end they hold the last step's peak.
+        accounts: active; at the end they hold the last step's peak.
         numbers: micro batches of each step.
     """
     run = run.model_copy(update={"train": run.train.model_copy(update={"compile": "never"})})
     batches = FakeBatches(run)
     parallel_model = ParallelModel(run, plan, mesh)
-    labels = PhaseLabels(books, parallel_model)
+    labels = PhaseLabels(accounts, parallel_model)
     context = build_fake_context(run, plan, parallel_model, batches, labels)
     state = State.at_start(context)
     counts = []
@@ -217,14 +218,14 @@ def count_steps(
         state.step, batches.n_sequences = step, n * run.train.micro_batch_size
         labels.begin_step(n, context.optimizer)
         train_step(context, state)
-        calls, n_bytes = Counter[tuple[str, str]](), Counter[tuple[str, str]]()
-        for (group, kind), n_calls in books.calls.items():
-            place = _axis_and_kind(group, kind, mesh, run)
-            if place is not None:
-                calls[place] += n_calls
-                n_bytes[place] += books.message_bytes[group, kind]
-        memory = books.peak_bytes, books.live_bytes, batches.n_bytes
-        counts.append(Counts(n, *memory, books.flops.copy(), calls, n_bytes))
+        calls, n_bytes = Counter[MessageKind](), Counter[MessageKind]()
+        for (group, kind), n_calls in accounts.calls.items():
+            key = _axis_and_kind(group, kind, mesh, run)
+            if key is not None:
+                calls[key] += n_calls
+                n_bytes[key] += accounts.message_bytes[group, kind]
+        memory = accounts.peak_bytes, accounts.live_bytes, batches.n_bytes
+        counts.append(Counts(n, *memory, accounts.flops.copy(), calls, n_bytes))
     return counts
 
 
@@ -238,16 +239,16 @@ def _shorten(run: Run, n_micro_batches: int) -> tuple[int, int]:
     elif schedule == "1f1b":
         fewer, more = pipeline, pipeline + 2  # rank 0 has `pipeline` of them in flight
     else:
-        in_a_round = n_micro_batches // max(1, n_micro_batches // pipeline)
-        fewer, more = in_a_round, 2 * in_a_round
+        fewer = round_size(pipeline, n_micro_batches)
+        more = 2 * fewer
     if more >= n_micro_batches:
         return n_micro_batches, n_micro_batches
     return fewer, more
 
 
-def _axis_and_kind(group: str, kind: str, mesh: Mesh, run: Run) -> tuple[str, str] | None:
+def _axis_and_kind(group: str, kind: str, mesh: Mesh, run: Run) -> MessageKind | None:
     """Finds the axis of a group; None for that of all ranks, which carries single numbers."""
-    axes: dict[str, list[Any]] = {
+    axes: dict[Axis, list[Any]] = {
         "tensor": [mesh.tensor],
         "context": [mesh.context],
         "pipeline": [mesh.pipeline, mesh.first_and_last_stage],
@@ -261,13 +262,13 @@ def _axis_and_kind(group: str, kind: str, mesh: Mesh, run: Run) -> tuple[str, st
         return None
     # Shards circulate in a ring by all-to-all calls that send to one neighbour only.
     is_ring = axis == "context" and run.parallel.context_method == "ring"
-    return axis, "send" if is_ring else kind
+    return axis, "send" if is_ring else cast(Collective, kind)
 
 
 def build_fake_context(
     run: Run, plan: Plan, parallel_model: ParallelModel, batches: FakeBatches, labels: Heartbeat
 ) -> TrainContext:
-    """Builds what `train_step` needs, with the moments that every step but the first has."""
+    """Builds what `train_step` needs, with Adam's moments, which every step but the first has."""
     context = TrainContext(
         folder=Path(),
         run=run,
@@ -294,10 +295,75 @@ class FakeBatches:
 
     @property
     def n_bytes(self) -> int:
-        """Of a step's tokens and labels."""
+        """Bytes of a step's tokens and labels."""
         return 2 * self.n_sequences * self._length * torch.int64.itemsize
 
     def batch(self, _step: int, _offset: int) -> tuple[Tensor, Tensor]:
         """Returns constant tokens and labels."""
         tokens = torch.zeros(self.n_sequences, self._length, dtype=torch.int64)
         return tokens, torch.zeros_like(tokens)
+
+
+class PhaseLabels(Heartbeat):
+    """Receives phases of a step like the parent process, and blocks by hooks on them.
+
+    Args:
+        accounts: the accounts to label.
+        parallel_model: whose blocks to watch.
+    """
+
+    def __init__(self, accounts: Accounting, parallel_model: ParallelModel) -> None:
+        super().__init__()
+        self._accounts = accounts
+        self._parallel_model = parallel_model
+        self._n_micro_batches = 0
+        self._n_forwards: dict[str, int] = {}
+        for model in parallel_model.stages.values():
+            if model.takes_tokens and model.embedding is not None:
+                self._watch(model.embedding, "the embedding")
+            for number, block in model.blocks.items():
+                self._watch(block, f"block {number}")
+            if model.cross_entropy is not None:
+                self._watch(model.cross_entropy, "the loss")
+
+    def begin_step(self, n_micro_batches: int, optimizer: LocalOptimizer) -> None:
+        """Starts new accounts, and names the memory that persists between steps."""
+        self._n_micro_batches = n_micro_batches
+        self._n_forwards.clear()
+        for local in self._parallel_model.local_parameters:
+            named = [(f"weights: {local.name}", local_part(local.parameter))]
+            for key, value in optimizer.state_of(local).items():
+                named.append((f"{key}: {local.name}", value))
+            self._accounts.name(named)
+        self._accounts.start_over()
+
+    def enter(self, phase: Phase, step: int) -> None:
+        """Records a phase."""
+        super().enter(phase, step)
+        self._accounts.moment = phase
+        # The only all-reduce of an update is that of the norm of all gradients.
+        self._accounts.counts_all_reduces = phase != "update"
+
+    def _watch(self, module: nn.Module, name: str) -> None:
+        def before(_module: nn.Module, _arguments: Any) -> None:
+            if _is_in_backward():  # recomputed
+                return
+            self._n_forwards[name] = self._n_forwards.get(name, 0) + 1
+            self._say("forward of", name, self._n_forwards[name])
+
+        def after(_module: nn.Module, _arguments: Any, out: Tensor) -> None:
+            if out.grad_fn is None or _is_in_backward():
+                return
+            number = self._n_forwards[name]
+            out.grad_fn.register_prehook(lambda _: self._say("backward of", name, number))
+
+        module.register_forward_pre_hook(before, prepend=True)
+        module.register_forward_hook(after)
+
+    def _say(self, what: str, name: str, number: int) -> None:
+        n = self._n_micro_batches
+        self._accounts.moment = f"{what} {name}, micro batch {number} of {n}"
+
+
+def _is_in_backward() -> bool:
+    return torch._C._current_graph_task_id() != -1

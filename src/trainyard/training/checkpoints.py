@@ -27,12 +27,12 @@ from trainyard.config.precisions import EXPONENTS, SCALED_COLUMNS
 from trainyard.config.rules import change
 from trainyard.data.loader import keeps_passes
 from trainyard.errors import EXIT_HOLD, CheckpointError, MachineError
+from trainyard.layout.batches import BatchSchedule
+from trainyard.layout.resolve import learning_rate, resolve
+from trainyard.layout.sizes import checkpoint_bytes, rank_bytes
 from trainyard.parallel.placement import Placement, is_writer, local_part, place
-from trainyard.planning.batches import BatchSchedule
-from trainyard.planning.resolve import learning_rate, resolve
-from trainyard.planning.saving import checkpoint_bytes, rank_bytes
 from trainyard.training.metrics import Metrics
-from trainyard.training.run_folder import checkpoint_folder
+from trainyard.training.run_folder import RunFiles, checkpoint_folder
 from trainyard.training.start import ANCESTRY, ancestry
 from trainyard.training.state import State, TrainContext
 from trainyard.training.stop import StopReason
@@ -90,10 +90,14 @@ def save_state(
     saver.save(facts, tensors, placements, checkpoint_bytes(context.run, context.plan.n_parameters))
 
 
-def load_state(context: TrainContext) -> State:
+def load_state(context: TrainContext, files: RunFiles | None = None) -> State:
     """Loads the newest checkpoint of the run folder; without one, starts at step 0.
 
     It then takes the weights of `train.start_from`, if any.
+
+    Args:
+        context: of the run.
+        files: may have read the newest manifest already.
 
     Raises:
         CheckpointError: all are damaged, or it belongs to another run or other data.
@@ -102,7 +106,7 @@ def load_state(context: TrainContext) -> State:
     if not there and context.run.train.start_from:
         return _load_start(context)
     if there or context.model.is_filled:  # without weights of its own, it never starts
-        return load_newest(context, lambda _step: True)
+        return load_newest(context, lambda _step: True, files)
     return State.at_start(context)
 
 
@@ -150,7 +154,9 @@ def _say_start(context: TrainContext, manifest: Manifest, parent: State, path: P
         logger.warning("the tokenizer is not the one of %s, which its weights learned", path)
 
 
-def load_newest(context: TrainContext, is_wanted: Callable[[int], bool]) -> State:
+def load_newest(
+    context: TrainContext, is_wanted: Callable[[int], bool], files: RunFiles | None = None
+) -> State:
     """Loads the newest intact checkpoint whose step is wanted.
 
     The first rank chooses, since others may see an older state of the folder. Every rank reads what
@@ -167,7 +173,8 @@ def load_newest(context: TrainContext, is_wanted: Callable[[int], bool]) -> Stat
         name = mesh.agree((chosen.name if chosen else "") if context.is_first_rank else None)
         if not name:
             break
-        problem, state = _try(context, folder / name)
+        manifest = files.take_manifest(folder / name) if files else None
+        problem, state = _try(context, folder / name, manifest)
         problem = mesh.agree(problem)
         if problem is None and state is not None:
             return state
@@ -178,14 +185,17 @@ def load_newest(context: TrainContext, is_wanted: Callable[[int], bool]) -> Stat
     )
 
 
-def _try(context: TrainContext, path: Path) -> tuple[str | None, State | None]:
-    """Loads a checkpoint; returns its problem, or the state."""
+def _try(
+    context: TrainContext, path: Path, manifest: Manifest | None
+) -> tuple[str | None, State | None]:
+    """Loads a checkpoint, whose manifest may have been read; returns its problem, or the state."""
     try:
-        manifest = _read_manifest(context, path)
+        manifest = manifest or _read_manifest(context, path)
     except CheckpointError as error:
         return error.problem, None
     tokenizer = context.tokenizer.fingerprint if context.tokenizer else ""
-    changes = check_resumable(manifest, context.run, context.data_fingerprint, tokenizer)
+    n_steps, fingerprint = context.plan.n_steps, context.data_fingerprint
+    changes = check_resumable(manifest, context.run, n_steps, fingerprint, tokenizer)
     for each in changes:
         logger.info("changed since the checkpoint: %s", each.values)
         if each.field == "train.length" and manifest.step > 0 and context.is_first_rank:

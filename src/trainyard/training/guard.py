@@ -35,7 +35,6 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Sequence
-from itertools import groupby
 
 import numpy as np
 import torch
@@ -49,6 +48,7 @@ from trainyard.optim.clip import norms_of
 from trainyard.parallel.model import EMBEDDING, LocalParameter, ParallelModel
 from trainyard.parallel.placement import local_part, place
 from trainyard.precision.block_scaled import BlockScaledTensor
+from trainyard.topology import name_ranks
 from trainyard.training.checkpoints import load_newest
 from trainyard.training.metrics import Metrics
 from trainyard.training.state import State, TrainContext
@@ -314,14 +314,4 @@ def _describe_copies(table: NDArray[np.int64], key: int) -> str:
         ranks_of.setdefault(int(table[rank, part, 1]), []).append(int(rank))
     rarest, *others = sorted(ranks_of.values(), key=lambda ranks: (len(ranks), ranks))
     verb = "differs" if len(rarest) == 1 else "differ"
-    return f"{_list_ranks(rarest)} {verb} from {' and from '.join(map(_list_ranks, others))}"
-
-
-def _list_ranks(ranks: list[int]) -> str:
-    """Renders "rank 3", or "ranks 0-2, 5"."""
-    runs = [
-        [rank for _, rank in run]
-        for _, run in groupby(enumerate(ranks), key=lambda pair: pair[1] - pair[0])
-    ]
-    texts = [str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs]
-    return ("rank " if len(ranks) == 1 else "ranks ") + ", ".join(texts)
+    return f"{name_ranks(rarest)} {verb} from {' and from '.join(map(name_ranks, others))}"

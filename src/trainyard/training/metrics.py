@@ -28,17 +28,17 @@ import torch
 from torch.utils.tensorboard import SummaryWriter
 from torch.utils.tensorboard.summary import hparams
 
+from trainyard.config.devices import find_device
 from trainyard.config.run import Run
 from trainyard.files import parse_json, publish_text
-from trainyard.parallel.mesh import build_clock, device_name
-from trainyard.planning.flops import (
+from trainyard.layout.flops import (
     describe_formula,
     figures_by_formula,
     model_flops_utilization,
     tflops_per_second_per_gpu,
 )
-from trainyard.planning.hardware import find_device
-from trainyard.planning.resolve import Plan
+from trainyard.layout.resolve import Plan
+from trainyard.parallel.mesh import build_clock, device_name
 from trainyard.training.run_folder import WANDB_ID
 from trainyard.training.state import State, TrainContext
 from trainyard.training.step import StepResult

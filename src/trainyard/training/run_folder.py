@@ -8,6 +8,8 @@ from __future__ import annotations
 import json
 import os
 import shutil
+from dataclasses import dataclass, replace
+from functools import cached_property
 from importlib.metadata import version
 from importlib.util import find_spec
 from itertools import pairwise
@@ -23,10 +25,12 @@ from trainyard.data.vocabulary import Vocabulary, load_vocabulary, save_vocabula
 from trainyard.errors import CheckpointError, ConfigError, MachineError
 from trainyard.files import publish_text
 from trainyard.launch.environment import refuse_secrets
+from trainyard.layout.resolve import Plan, resolve
 from trainyard.training.start import ANCESTRY, check_start
 from trainyard.training.stop import refuse_stopped
 
 if TYPE_CHECKING:
+    from trainyard.checkpoint.format import Manifest
     from trainyard.checkpoint.resume import Change
 
 Resume = Literal["auto", "must", "never"]
@@ -42,6 +46,87 @@ FILES = (
     *("evaluation.json", "report.html", "logs/restarts.json", ANCESTRY, WANDB_ID),
 )
 FIRST_WITH_ZERO_BUBBLE = (2, 13)
+
+
+class RunFiles:
+    """What a run reads besides its run file: each once, when it is first needed.
+
+    Args:
+        folder: of the run.
+        run: names its data and tokenizer.
+        tokenizer: a copy of the tokenizer, to read in its place.
+    """
+
+    def __init__(self, folder: Path, run: Run, tokenizer: Path | None = None) -> None:
+        self._folder, self._run, self._tokenizer = folder, run, tokenizer
+        self._newest: tuple[Path, Manifest] | None = None
+
+    @cached_property
+    def vocabulary(self) -> Vocabulary | None:
+        """The tokenizer's vocabulary, if the run has one."""
+        source = self._run.tokenizer.path
+        return load_vocabulary(self._tokenizer or source) if source else None
+
+    @cached_property
+    def data_checksum(self) -> str:
+        """Checksum of the records and sizes of the token files, which must exist."""
+        return describe_data(self._run)
+
+    def find_checkpoint(self, resume: Resume) -> tuple[Path, Manifest] | None:
+        """Finds the checkpoint to resume from, and reads its manifest; None if none was saved.
+
+        Raises:
+            CheckpointError: `resume` requires one and there is none, or forbids one and there is;
+                or none is intact.
+        """
+        self._newest = self._newest or _find_checkpoint(self._folder, resume)
+        return self._newest
+
+    def take_manifest(self, path: Path | None) -> Manifest | None:
+        """Returns what `find_checkpoint` read, if it was this checkpoint, and forgets it anyway.
+
+        The manifest of a thousand ranks takes gigabytes.
+        """
+        newest, self._newest = self._newest, None
+        return newest[1] if newest and newest[0] == path else None
+
+
+@dataclass(frozen=True)
+class OpenRun:
+    """A run, its plan, its folder, and what it reads."""
+
+    folder: Path
+    run: Run
+    plan: Plan
+    files: RunFiles
+
+    def refuse_missing_inputs(self) -> str:
+        """Refuses a run whose data, tokenizer or packages are missing; returns the data's checksum.
+
+        Raises:
+            UserError: names the first.
+        """
+        refuse_what_is_not_built(self.run)
+        if self.files.vocabulary is not None:
+            refuse_larger_vocabulary(self.run, len(self.files.vocabulary.tokens))
+        return self.files.data_checksum
+
+
+def open_run(folder: Path, n_ranks: int | None = None, run: Run | None = None) -> OpenRun:
+    """Opens a run for `n_ranks`, by default the fewest that it allows.
+
+    Args:
+        folder: of the run.
+        n_ranks: all processes.
+        run: the run to train there; absent: the one in the folder, with its copy of the tokenizer.
+
+    Raises:
+        ConfigError: the run is not valid, or impossible on these ranks.
+    """
+    copy = None
+    if run is None:
+        run, copy = load_run(str(folder / "run.toml")).run, folder / TOKENIZER_FOLDER
+    return OpenRun(folder, run, resolve(run, n_ranks), RunFiles(folder, run, copy))
 
 
 def check_entries(folder: Path) -> None:
@@ -62,39 +147,41 @@ def check_entries(folder: Path) -> None:
                 )
 
 
-def write_run_folder(folder: Path, run: Run, resume: Resume | Literal["overwrite"]) -> None:
+def write_run_folder(opened: OpenRun, resume: Resume | Literal["overwrite"]) -> OpenRun:
     """Writes run.toml and the tokenizer for the workers, after all checks that need no torch.
 
     Args:
-        folder: of the run.
-        run: the run to train.
+        opened: the run to train.
         resume: as for `find_checkpoint`; "overwrite" removes earlier training output.
+
+    Returns:
+        the run as written, for a worker in this process.
 
     Raises:
         UserError: the run cannot be trained here, or differs from the one already in the folder.
     """
-    refuse_what_is_not_built(run)
+    folder = opened.folder
+    opened.refuse_missing_inputs()
     refuse_stopped(folder)
-    describe_data(run)  # refuses data that is missing
     # The ranks read unknown files together, and reject data that differs.
-    fingerprint = "" if find_unread(run) else data_fingerprint(run)
-    vocabulary = load_vocabulary(run.tokenizer.path) if run.tokenizer.path else None
-    run = find_end_of_document(run)
-    is_new = resume == "overwrite" or begun_run(folder) is None
-    ancestors = check_start(folder, run) if is_new else []
+    fingerprint = "" if find_unread(opened.run) else data_fingerprint(opened.run)
+    opened = replace(opened, run=find_end_of_document(opened.run, opened.files))
+    is_new = resume == "overwrite" or not has_begun(folder)
+    ancestors = check_start(folder, opened.run) if is_new else []
     if resume == "overwrite":
         _remove_what_was_trained(folder)
     elif resume == "must" or (folder / "checkpoints").exists():
-        _keep_earlier_run(folder, run, resume, fingerprint, vocabulary)
+        _keep_earlier_run(opened, resume, fingerprint)
     folder.mkdir(parents=True, exist_ok=True)
-    if vocabulary is not None:
-        write_tokenizer_folder(folder, vocabulary)
+    if opened.files.vocabulary is not None:
+        write_tokenizer_folder(folder, opened.files.vocabulary)
     if is_new and (ancestors or (folder / ANCESTRY).exists()):
         publish_text(folder / ANCESTRY, json.dumps(ancestors, indent=2) + "\n")
-    publish_text(folder / "run.toml", render_run(run))
+    publish_text(folder / "run.toml", render_run(opened.run))
+    return opened
 
 
-def find_end_of_document(run: Run) -> Run:
+def find_end_of_document(run: Run, files: RunFiles) -> Run:
     """Sets `model.end_of_document_id` by the tokenizer and the token files, if attention needs it.
 
     Raises:
@@ -103,8 +190,8 @@ def find_end_of_document(run: Run) -> Run:
     if not run.model.attention_within_documents:
         return run
     ids = {"model": run.model.end_of_document_id}
-    if run.tokenizer.path:
-        ids["the tokenizer"] = load_vocabulary(run.tokenizer.path).eod_id
+    if files.vocabulary is not None:
+        ids["the tokenizer"] = files.vocabulary.eod_id
     for prefix in data_prefixes(run):
         if not Path(f"{prefix}.json").exists():  # made by Megatron-LM: tokenizer unknown
             continue
@@ -132,13 +219,16 @@ def find_end_of_document(run: Run) -> Run:
     return change(run, {"model.end_of_document_id": next(iter(known.values()))})
 
 
+def has_begun(folder: Path) -> bool:
+    """Returns whether the run of a folder has trained."""
+    steps = {path.name for path in (folder / "checkpoints").glob("step-*")}
+    # Step 0 is an imported checkpoint.
+    return (folder / "run.toml").exists() and bool(steps - {"step-00000000"})
+
+
 def begun_run(folder: Path) -> Run | None:
     """Returns the run of a folder that has trained."""
-    run_file = folder / "run.toml"
-    steps = {path.name for path in (folder / "checkpoints").glob("step-*")}
-    if run_file.exists() and steps - {"step-00000000"}:  # step 0 is an imported checkpoint
-        return load_run(str(run_file)).run
-    return None
+    return load_run(str(folder / "run.toml")).run if has_begun(folder) else None
 
 
 def read_history(folder: Path) -> list[tuple[int, list[Change]]]:
@@ -204,15 +294,9 @@ def checkpoint_folder(run_folder: Path) -> Path:
     return run_folder / "checkpoints"
 
 
-def find_checkpoint(run_folder: Path, resume: Resume) -> Path | None:
-    """Finds the checkpoint to resume from; None if none was ever saved.
-
-    Raises:
-        CheckpointError: `resume` requires one and there is none, or forbids one and there is; or
-            none is intact.
-    """
+def _find_checkpoint(run_folder: Path, resume: Resume) -> tuple[Path, Manifest] | None:
     from trainyard.checkpoint.format import list_checkpoints
-    from trainyard.checkpoint.resume import newest_checkpoint, problem_of
+    from trainyard.checkpoint.resume import newest_manifest, problem_of
 
     folder = checkpoint_folder(run_folder)
     there = list_checkpoints(folder)
@@ -226,15 +310,15 @@ def find_checkpoint(run_folder: Path, resume: Resume) -> Path | None:
             f"{there[0]} exists, and --resume never would mix two runs in one folder",
             "give the run another name, or pass --overwrite to remove its checkpoints and metrics",
         )
-    path = newest_checkpoint(folder)
-    if there and path is None:
+    newest = newest_manifest(folder)
+    if there and newest is None:
         raise CheckpointError(
             f"none of the {len(there)} checkpoints in {folder} is intact; training did not "
             "start and changed nothing:\n"
             + "\n".join(f"  {path.name}: {problem_of(path)}" for path in there),
             "restore these files from a copy, or start over under another name or with --overwrite",
         )
-    return path
+    return newest
 
 
 def _remove_what_was_trained(folder: Path) -> None:
@@ -250,19 +334,18 @@ def _remove_what_was_trained(folder: Path) -> None:
         shutil.rmtree(folder / name, ignore_errors=True)
 
 
-def _keep_earlier_run(
-    folder: Path, run: Run, resume: Resume, data: str, vocabulary: Vocabulary | None
-) -> None:
+def _keep_earlier_run(opened: OpenRun, resume: Resume, data: str) -> None:
     """Checks that the run continues the one in the folder; keeps that one's run file if changed."""
-    from trainyard.checkpoint.format import read_manifest
     from trainyard.checkpoint.resume import check_resumable
 
-    checkpoint = find_checkpoint(folder, resume)
-    if checkpoint is None:
+    newest = opened.files.find_checkpoint(resume)
+    if newest is None:
         return
-    manifest = read_manifest(checkpoint)
+    _, manifest = newest
+    vocabulary = opened.files.vocabulary
     tokenizer = vocabulary.fingerprint if vocabulary else ""
-    earlier = folder / HISTORY_FOLDER / f"until-{manifest.step:08d}.toml"
-    if check_resumable(manifest, run, data, tokenizer) and manifest.step > 0:
+    earlier = opened.folder / HISTORY_FOLDER / f"until-{manifest.step:08d}.toml"
+    changes = check_resumable(manifest, opened.run, opened.plan.n_steps, data, tokenizer)
+    if changes and manifest.step > 0:
         earlier.parent.mkdir(exist_ok=True)
         publish_text(earlier, render_run(manifest.build_run()))

@@ -34,7 +34,7 @@ class Ancestor(TypedDict):
     run: str
     step: int
     sha256: str
-    """Of the manifest, which has the checksums of all tensors."""
+    """Checksum of the manifest, which has those of all tensors."""
     path: str
     taken: str
     """`train.start_with`."""

@@ -11,11 +11,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from trainyard.layout.resolve import learning_rate
 from trainyard.model.dropout import sequence_seeds
 from trainyard.model.loss import IGNORE_INDEX
 from trainyard.optim.clip import StepStats, reduce_step_stats
 from trainyard.parallel.mesh import Mesh
-from trainyard.planning.resolve import learning_rate
 from trainyard.training.state import State, TrainContext
 
 WARM_UP_STEPS = 2

@@ -34,7 +34,7 @@ from trainyard.corpus.fetching.catalogue import (
 )
 from trainyard.corpus.fetching.fetch import LISTING_NAME, FetchResult, fetch
 from trainyard.corpus.fetching.web import Network
-from trainyard.corpus.sources import find_files
+from trainyard.corpus.sources.files import find_files
 from trainyard.errors import ConfigError, DataError, MachineError
 
 COMMIT = "5" * 40
@@ -256,7 +256,7 @@ def test_a_paged_listing_is_pinned_and_fetched_once(server: Server, tmp_path: Pa
     assert seen[-1] == (2 * SIZE, 2 * SIZE, "3 of 3 files")
     assert all(done <= total for done, total, _ in seen)
     agents = {headers["User-Agent"] for _, _, headers in server.requests}
-    assert agents == {"trainyard/0.1.0 (me@example.org)"}
+    assert agents == {"trainyard/0.2.0 (me@example.org)"}
     # `prepare` takes the folder as it is: only the corpus has an extension it knows.
     assert find_files([str(folder)]) == [folder / A, folder / B, folder / C]
     # A second call asks nobody for anything.
@@ -431,10 +431,11 @@ def test_an_error_ends_the_waits_of_the_others(server: Server, tmp_path: Path) -
     server.publish({A: some_bytes(1), B: some_bytes(2)})
     server.faults[RESOLVE + A] = ["429 Retry-After: 3000"]
     server.faults[RESOLVE + B] = ["503", "503", "404"]
+    before = set(threading.enumerate())
     with pytest.raises(DataError, match=f"{B} is refused"):
         get(server, tmp_path)
     assert len(server.asked(RESOLVE + A)) == 1
-    assert not any("trainyard-fetch" in thread.name for thread in threading.enumerate())
+    wait_until(lambda: {*threading.enumerate()} <= before)
 
 
 @pytest.mark.parametrize(

@@ -263,7 +263,7 @@ def test_a_refusal_names_the_variable_and_not_its_value(
     assert TOKEN not in "".join([str(error.value), *capsys.readouterr()])
     assert hub.authorized() == {HUB: {f"Bearer {TOKEN}"}}
     (agent,) = {headers["User-Agent"] for _, _, headers in hub.server.requests}
-    assert agent == "trainyard/0.1.0 (me@example.org)"
+    assert agent == "trainyard/0.2.0 (me@example.org)"
 
 
 @pytest.mark.parametrize("token", ["hf_two\nlines", "hf_ü", "hf a"])

@@ -32,7 +32,7 @@ from trainyard.corpus.preparation.prepare import (
 from trainyard.corpus.preparation.unit import UnitWorker
 from trainyard.corpus.preparation.work_folder import Progress, WorkFolder, name_process
 from trainyard.corpus.preparation.worker import CorpusWorker
-from trainyard.corpus.sources import Segment
+from trainyard.corpus.sources.files import Segment
 from trainyard.data.indexed import IndexedDataset
 from trainyard.data.sidecar import Sidecar, load_sidecar
 from trainyard.data.tokenizer import load_tokenizer

@@ -16,7 +16,7 @@ import pytest
 
 from trainyard.config.corpus import Corpus
 from trainyard.corpus.preparation.prepare import prepare
-from trainyard.corpus.sources import find_files
+from trainyard.corpus.sources.files import find_files
 from trainyard.data.indexed import IndexedDataset
 from trainyard.data.sidecar import GroupCount, Sidecar, StepCount
 from trainyard.data.tokenizer import load_tokenizer

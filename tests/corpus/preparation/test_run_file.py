@@ -14,8 +14,8 @@ from trainyard.config.load import load_run
 from trainyard.corpus.preparation.prepare import choose_tokenizer, prepare, train_on_inputs
 from trainyard.corpus.preparation.run_file import RunFile, write_run_file
 from trainyard.data.sidecar import Sidecar
+from trainyard.layout.resolve import resolve
 from trainyard.planning.hardware import LocalMachine
-from trainyard.planning.resolve import resolve
 
 Prepared = tuple[Corpus, list[Sidecar]]
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import bz2
 import random
+from functools import cache
 from itertools import takewhile
 from pathlib import Path
 
@@ -14,20 +15,28 @@ from trainyard.corpus.sources.blocks import DamagedFileError, read_bzip2_blocks
 
 # Level 1 makes blocks of 100 kB.
 TEXT = b"".join(b"line %d of %d\n" % (n, n * n) for n in range(60_000))
-SMALL = [bz2.compress(TEXT[n : n + 70_000], 9) for n in range(0, len(TEXT), 70_000)]
-FILES = {
-    "single stream": bz2.compress(TEXT, 1),
-    "multistream": b"".join(SMALL),
-    "streams of several blocks": bz2.compress(TEXT[:500_000], 1) + bz2.compress(TEXT[500_000:], 2),
-    "noise": bz2.compress(random.Random(1).randbytes(1_000_000), 3),
+FORMS = {
+    "single stream": lambda: bz2.compress(TEXT, 1),
+    "multistream": lambda: b"".join(
+        bz2.compress(TEXT[n : n + 70_000], 9) for n in range(0, len(TEXT), 70_000)
+    ),
+    "streams of several blocks": lambda: (
+        bz2.compress(TEXT[:500_000], 1) + bz2.compress(TEXT[500_000:], 2)
+    ),
+    "noise": lambda: bz2.compress(random.Random(1).randbytes(1_000_000), 3),
 }
+
+
+@cache
+def compressed(form: str) -> bytes:
+    return FORMS[form]()
 
 
 @pytest.fixture
 def path(tmp_path: Path) -> Path:
     """A file of a single stream."""
     path = tmp_path / "a.bz2"
-    path.write_bytes(FILES["single stream"])
+    path.write_bytes(compressed("single stream"))
     return path
 
 
@@ -36,14 +45,14 @@ def read_own(path: Path, start: int, end: int) -> tuple[bytes, int]:
     return b"".join(chunk.data for chunk in chunks), sum(chunk.n_bytes for chunk in chunks)
 
 
-@pytest.mark.parametrize("name", FILES)
+@pytest.mark.parametrize("name", FORMS)
 @pytest.mark.parametrize("n_pieces", everyday((1, 2, 3, 20), (3,)))
 def test_any_cutting_gives_every_block_once(path: Path, name: str, n_pieces: int) -> None:
-    path.write_bytes(FILES[name])
+    path.write_bytes(compressed(name))
     size = path.stat().st_size
     cuts = [0, *sorted(random.Random(n_pieces).choices(range(size), k=n_pieces - 1)), size]
     pieces = [read_own(path, *cuts[n : n + 2]) for n in range(n_pieces)]
-    assert b"".join(data for data, _ in pieces) == bz2.decompress(FILES[name])
+    assert b"".join(data for data, _ in pieces) == bz2.decompress(compressed(name))
     assert size - 1000 <= sum(n_bytes for _, n_bytes in pieces) <= size
 
 
@@ -68,7 +77,7 @@ def test_an_empty_file_has_no_blocks(path: Path) -> None:
 
 
 def test_damage_is_named(path: Path) -> None:
-    data = bytearray(FILES["multistream"])
+    data = bytearray(compressed("multistream"))
     second = data.find(b"BZh9", 4)
     data[second + 1000] ^= 0x10
     path.write_bytes(data)
@@ -79,7 +88,7 @@ def test_damage_is_named(path: Path) -> None:
     # Pieces that do not hold the damage are as they were.
     third = data.find(b"BZh9", second + 4)
     assert read_own(path, third, len(data))[0] == TEXT[140_000:]
-    path.write_bytes(FILES["multistream"][: third + 500])
+    path.write_bytes(compressed("multistream")[: third + 500])
     with pytest.raises(
         DamagedFileError, match=rf"^byte {third + 4}: the file is cut short in this"
     ):
@@ -90,7 +99,7 @@ def test_damage_is_named(path: Path) -> None:
 
 
 def test_memory_is_bounded_where_no_block_ends(path: Path) -> None:
-    path.write_bytes(FILES["single stream"][:100] + bytes(5_000_000))
+    path.write_bytes(compressed("single stream")[:100] + bytes(5_000_000))
     with pytest.raises(
         DamagedFileError, match=r"^byte 4: a bzip2 block begins here and does not end$"
     ):

@@ -12,9 +12,9 @@ from pathlib import Path
 import pyarrow
 import pytest
 
-from trainyard.corpus.sources import Segment, find_files, read_documents
 from trainyard.corpus.sources.batch import Fault
-from trainyard.corpus.sources.files import describe_skipped, scan_inputs
+from trainyard.corpus.sources.documents import read_documents
+from trainyard.corpus.sources.files import Segment, describe_skipped, find_files, scan_inputs
 from trainyard.errors import DataError
 
 WRITTEN = Path(__file__).parent / "datasets_library"

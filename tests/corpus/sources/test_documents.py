@@ -18,16 +18,11 @@ import pytest
 import zstandard
 from tests.command import peak_bytes
 
-from trainyard.corpus.sources import (
-    Fault,
-    Segment,
-    blocks,
-    documents,
-    read_documents,
-    split_into_units,
-)
-from trainyard.corpus.sources import jsonl as jsonl_module
-from trainyard.corpus.sources.jsonl import MAX_DOCUMENT_BYTES
+from trainyard.corpus.sources import batch as batch_module
+from trainyard.corpus.sources import blocks, documents
+from trainyard.corpus.sources.batch import MAX_DOCUMENT_BYTES, Fault
+from trainyard.corpus.sources.documents import read_documents
+from trainyard.corpus.sources.files import Segment, split_into_units
 from trainyard.errors import DataError
 
 COMPRESS: dict[str, Callable[[bytes], bytes]] = {
@@ -425,7 +420,7 @@ def test_text_with_nul_bytes_is_a_fault(tmp_path: Path, name: str) -> None:
 
 
 def test_faults_between_marks_are_placed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in (documents, jsonl_module):
+    for module in (documents, batch_module):
         monkeypatch.setattr(module, "MAX_DOCUMENT_BYTES", 100_000)
     monkeypatch.setattr(blocks, "BLOCK_BYTES", 30_000)
     path = tmp_path / "a.txt"

@@ -7,8 +7,14 @@ from pathlib import Path
 
 import pytest
 
-from trainyard.corpus.sources import Segment, find_files, read_documents
-from trainyard.corpus.sources.files import LISTING_NAME, describe_skipped, scan_inputs
+from trainyard.corpus.sources.documents import read_documents
+from trainyard.corpus.sources.files import (
+    LISTING_NAME,
+    Segment,
+    describe_skipped,
+    find_files,
+    scan_inputs,
+)
 from trainyard.errors import DataError
 
 

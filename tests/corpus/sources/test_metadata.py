@@ -12,7 +12,8 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 
-from trainyard.corpus.sources import Segment, read_documents
+from trainyard.corpus.sources.documents import read_documents
+from trainyard.corpus.sources.files import Segment
 
 
 def read_fields(folder: Path, data: bytes | pyarrow.Table, *fields: str) -> dict[str, list[str]]:

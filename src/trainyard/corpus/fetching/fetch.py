@@ -27,8 +27,8 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
+from multiprocessing.pool import ThreadPool
 from pathlib import Path
-from queue import Empty, SimpleQueue
 
 import msgspec
 import urllib3
@@ -42,7 +42,7 @@ from trainyard.corpus.fetching.catalogue import (
     find_corpus,
     list_files,
 )
-from trainyard.corpus.fetching.web import Client, Network, PassingError, StoppedError
+from trainyard.corpus.fetching.web import Client, Network, StoppedError, TransientError
 from trainyard.corpus.sources.files import LISTING_NAME
 from trainyard.errors import SPACE, DataError, MachineError, explain_failure
 from trainyard.files import publish_text
@@ -107,12 +107,8 @@ def fetch(
         if not files:
             some = ", ".join(file.path for file in listing.files[:3])
             raise DataError(f"no file matches only={only!r}", f"the paths look like {some}")
-        missing = [
-            file
-            for file in files
-            if not (path := folder / file.path).is_file() or path.stat().st_size != file.size_bytes
-        ]
-        needed, free = downloads.plan(files, missing), shutil.disk_usage(folder).free
+        missing = downloads.plan(files)
+        needed, free = downloads.left_bytes, shutil.disk_usage(folder).free
         if announce and missing:
             announce(_describe_download(files, missing, needed, free))
         if needed > free:
@@ -180,70 +176,56 @@ class _Downloads:
         self._folder, self._update = folder, progress
         self._stop, self._lock = threading.Event(), threading.Lock()
         self._done_bytes = self._total_bytes = self._n_whole = self._n_files = 0
-        self.client = Client(network, self._stop, self._say)
+        self.client = Client(network, self._stop, self._report)
 
     def close(self) -> None:
         """Closes the connections."""
         self.client.close()
 
-    def plan(self, files: Sequence[RemoteFile], missing: Sequence[RemoteFile]) -> int:
-        """Returns the bytes still to fetch."""
-        partials = [_partial_of(self._folder / file.path) for file in missing]
-        needed = sum(file.size_bytes for file in missing) - sum(map(_size_of, partials))
+    def plan(self, files: Sequence[RemoteFile]) -> list[RemoteFile]:
+        """Returns the files that are not complete yet."""
+        missing = []
+        for file in files:
+            path = self._folder / file.path
+            if not path.is_file() or path.stat().st_size != file.size_bytes:
+                missing.append(file)
+                self._done_bytes += _size_of(_partial_of(path))
+            else:
+                self._done_bytes += file.size_bytes
         self._n_files, self._n_whole = len(files), len(files) - len(missing)
         self._total_bytes = sum(file.size_bytes for file in files)
-        self._done_bytes = self._total_bytes - needed
-        return needed
+        return missing
+
+    @property
+    def left_bytes(self) -> int:
+        """The bytes still to fetch."""
+        return self._total_bytes - self._done_bytes
 
     def _add(self, n_bytes: int, n_whole: int = 0) -> None:
         with self._lock:
             self._done_bytes += n_bytes
             self._n_whole += n_whole
-        self._say(f"{self._n_whole:,} of {self._n_files:,} files")
+        self._report(f"{self._n_whole:,} of {self._n_files:,} files")
 
-    def _say(self, detail: str) -> None:
+    def _report(self, detail: str) -> None:
         with self._lock:  # one thread at a time calls the user's function
             if self._update:
                 self._update(self._done_bytes, self._total_bytes, detail)
 
     def run(self, files: Sequence[RemoteFile], n_threads: int) -> None:
         """Returns when all files are there; raises the first error of any of them."""
-        waiting: SimpleQueue[RemoteFile] = SimpleQueue()
-        ended: SimpleQueue[BaseException | None] = SimpleQueue()
-        for file in files:
-            waiting.put(file)
-
-        def work() -> None:
+        # Its threads are daemons: one that waits for a dead server does not hold up Ctrl-C.
+        with ThreadPool(n_threads) as pool:
             try:
-                while not self._stop.is_set():
-                    self._bring(waiting.get_nowait())
-                    ended.put(None)
-            except (Empty, StoppedError):
-                pass
-            except BaseException as error:
-                ended.put(error)
-
-        # Daemons, because a thread that waits for a dead server must not hold up Ctrl-C.
-        threads = [
-            threading.Thread(target=work, name=f"trainyard-fetch-{n}", daemon=True)
-            for n in range(n_threads)
-        ]
-        try:
-            for thread in threads:
-                thread.start()
-            for _ in files:
-                if error := ended.get():
-                    raise error
-        finally:
-            self._stop.set()
-            for thread in threads:
-                thread.join(timeout=1.0)
+                for _ in pool.imap_unordered(self._bring, files):
+                    pass
+            finally:
+                self._stop.set()
 
     def _bring(self, file: RemoteFile) -> None:
         """Fetches, verifies and names one file."""
         target = self._folder / file.path
         partial = _partial_of(target)
-        problem = ""
         with explain_failure(f"{target} cannot be written", _UNWRITABLE):
             target.parent.mkdir(parents=True, exist_ok=True)
             for _ in range(_MAX_WRONG_FILES):
@@ -272,7 +254,7 @@ class _Downloads:
         _tag_of(partial).unlink(missing_ok=True)
 
     def _receive(self, file: RemoteFile, partial: Path) -> None:
-        """Appends what is missing of a file; raises `PassingError` when the body ends early."""
+        """Appends what is missing of a file; raises `TransientError` when the body ends early."""
         tag = _tag_of(partial).read_text("latin-1") if _tag_of(partial).is_file() else ""
         if not (tag or file.checksum.algorithm) or _size_of(partial) > file.size_bytes:
             # Nothing could tell whether old bytes and new ones are of the same version.
@@ -307,7 +289,7 @@ class _Downloads:
                 try:
                     chunk = response.read1(_CHUNK_BYTES, decode_content=False)
                 except HTTPError as error:
-                    raise PassingError(f"the connection broke: {error}") from error
+                    raise TransientError(f"the connection broke: {error}") from error
                 if not chunk:
                     break
                 n_bytes -= len(chunk)
@@ -320,7 +302,7 @@ class _Downloads:
             output.flush()
             os.fsync(output.fileno())
         if n_bytes:
-            raise PassingError(f"the body ended {n_bytes} bytes early")
+            raise TransientError(f"the body ended {n_bytes} bytes early")
 
 
 def _check_range(headers: Mapping[str, str], offset: int, size_bytes: int, tag: str) -> None:

@@ -1,6 +1,6 @@
 """HTTP requests with retries and backoff, for servers that throttle and fail.
 
-Only `Client.keep_trying` retries. An action raises `PassingError` for transient errors, and
+Only `Client.keep_trying` retries. An action raises `TransientError` for transient errors, and
 `DataError` for permanent ones:
 
     429 5xx 408 425, no connection, a body that ends early     wait, then again
@@ -42,6 +42,7 @@ _LONGEST_WAIT_SECONDS = 3600.0
 _TAKES_THE_TOKEN = "https://huggingface.co/"
 _PROXIES = {"http": "http_proxy", "https": "https_proxy"}
 _PORTS = {"http": 80, "https": 443}
+_FINAL = re.compile("CERTIFICATE_VERIFY_FAILED|Tunnel connection failed: 4")
 _UNREACHABLE = "check the mirror, the proxy, or the certificates and the clock of this machine"
 
 T = TypeVar("T")
@@ -67,7 +68,7 @@ class Network:
     timeout_seconds: float = 60.0
 
 
-class PassingError(Exception):
+class TransientError(Exception):
     """Something that may be over when it is tried again."""
 
     def __init__(self, problem: str, wait_seconds: float | None = None) -> None:
@@ -82,7 +83,9 @@ class StoppedError(Exception):
 class Client:
     """Asks servers, and tells what passes by itself from what does not."""
 
-    def __init__(self, network: Network, stop: threading.Event, say: Callable[[str], None]) -> None:
+    def __init__(
+        self, network: Network, stop: threading.Event, report: Callable[[str], None]
+    ) -> None:
         if network.mirror and not network.mirror.startswith(("http://", "https://")):
             hint = "give the full address, such as https://mirror.example.org/wikimedia"
             raise DataError(f"the mirror {network.mirror!r} is not an http(s) address", hint)
@@ -91,7 +94,7 @@ class Client:
             raise DataError(f"the contact {network.contact!r} has invalid characters", hint)
         if not re.fullmatch("[!-~]*", network.token):
             raise DataError("HF_TOKEN has invalid characters", "set it to the token alone, hf_...")
-        self._network, self._stop, self._say = network, stop, say
+        self._network, self._stop, self._report = network, stop, report
         about = f"trainyard/{__version__}" + (f" ({network.contact})" if network.contact else "")
         self._headers = {"User-Agent": about}
         self._pools = {name: _build_pool(network, name) for name in ("", *_PROXIES.values())}
@@ -103,25 +106,23 @@ class Client:
 
     def read(self, url: str) -> tuple[bytes, Mapping[str, str]]:
         """Returns the body and the headers of a small document."""
-
-        def ask() -> tuple[bytes, Mapping[str, str]]:
-            with closing(self.open("GET", url)) as response:
-                try:
-                    return response.read(), response.headers
-                except HTTPError as error:
-                    raise PassingError(str(error)) from error
-
-        return self.keep_trying(url, ask)
+        return self._ask("GET", url, lambda response: (response.read(), response.headers))
 
     def size_of(self, url: str) -> int:
         """Returns the size of a file in bytes without fetching it."""
+        headers = self._ask("HEAD", url, lambda response: response.headers)
+        length: str = headers.get("Content-Length", "")
+        if not length.isdecimal():
+            raise DataError(f"{url} reports no size", "try a mirror")
+        return int(length)
 
-        def ask() -> int:
-            with closing(self.open("HEAD", url)) as response:
-                length = response.headers.get("Content-Length", "")
-            if not length.isdecimal():
-                raise DataError(f"{url} reports no size", "try a mirror")
-            return int(length)
+    def _ask(self, method: str, url: str, take: Callable[[urllib3.BaseHTTPResponse], T]) -> T:
+        def ask() -> T:
+            with closing(self.open(method, url)) as response:
+                try:
+                    return take(response)
+                except HTTPError as error:
+                    raise TransientError(str(error)) from error
 
         return self.keep_trying(url, ask)
 
@@ -130,12 +131,15 @@ class Client:
     ) -> urllib3.BaseHTTPResponse:
         """Sends one request, also where it is redirected to.
 
-        Gives answers 200, 206 and 416, whose body is still to be read.
+        Returns responses 200, 206 and 416, whose body is still to be read.
         """
         try:
             return self._follow(method, url, headers or {})
-        except ValueError as error:  # a mirror or a redirect with a wrong host or port
-            raise DataError(f"{url} cannot be reached: {error}", _UNREACHABLE) from error
+        except (HTTPError, ValueError) as error:
+            # A ValueError is a mirror or a redirect with a wrong host or port.
+            if isinstance(error, ValueError) or _FINAL.search(str(error)):
+                raise DataError(f"{url} cannot be reached: {error}", _UNREACHABLE) from error
+            raise TransientError(str(error)) from error
 
     def _follow(
         self, method: str, url: str, headers: Mapping[str, str]
@@ -148,42 +152,25 @@ class Client:
             raise DataError(f"{url} is not an http(s) address", "correct the corpus file")
         address = url
         for _ in range(_MAX_REDIRECTS + 1):
-            response = self._send(method, address, headers, url)
+            sent = {**self._headers, **headers}
+            if self._network.token and address.startswith(_TAKES_THE_TOKEN):
+                sent["Authorization"] = f"Bearer {self._network.token}"
+            # Only `keep_trying` repeats: it can be stopped while it waits, and covers short bodies.
+            pool = self._pools[find_proxy(self._network.proxies, address)]
+            response = pool.request(
+                method, address, headers=sent, retries=False, redirect=False, preload_content=False
+            )
             target = response.get_redirect_location()
             if not target:
-                break
+                if response.status not in (200, 206, 416):
+                    response.close()
+                    raise _refusal(url, response.status, response.headers)
+                return response
             response.drain_conn()
             address, before = urljoin(address, target), address
             if before.startswith("https:") and not address.startswith("https:"):
                 raise DataError(f"{url} redirects to an unencrypted address", "try a mirror")
-        else:
-            raise DataError(f"{url} cannot be reached: too many redirects", _UNREACHABLE)
-        if response.status not in (200, 206, 416):
-            response.close()
-            raise _refusal(url, response.status, response.headers)
-        return response
-
-    def _send(
-        self, method: str, address: str, headers: Mapping[str, str], url: str
-    ) -> urllib3.BaseHTTPResponse:
-        """Sends one request to an address that `url` leads to."""
-        sent = {**self._headers, **headers}
-        if self._network.token and address.startswith(_TAKES_THE_TOKEN):
-            sent["Authorization"] = f"Bearer {self._network.token}"
-        # Every repetition is `keep_trying`, which can be stopped while it waits and also covers
-        # bodies that end early.
-        try:
-            pool = self._pools[find_proxy(self._network.proxies, address)]
-            return pool.request(
-                method, address, headers=sent, retries=False, redirect=False, preload_content=False
-            )
-        except HTTPError as error:
-            is_final = re.search(
-                "CERTIFICATE_VERIFY_FAILED|Tunnel connection failed: 4", str(error)
-            )
-            if is_final or isinstance(error, LocationValueError):
-                raise DataError(f"{url} cannot be reached: {error}", _UNREACHABLE) from error
-            raise PassingError(str(error)) from error
+        raise DataError(f"{url} cannot be reached: too many redirects", _UNREACHABLE)
 
     def keep_trying(
         self, what: str, action: Callable[[], T], received: Callable[[], int] = lambda: 0
@@ -194,7 +181,7 @@ class Client:
         while True:
             try:
                 return action()
-            except PassingError as error:
+            except TransientError as error:
                 now_bytes = received()
                 n_failures = 1 if now_bytes > most_bytes else n_failures + 1
                 most_bytes = max(most_bytes, now_bytes)
@@ -207,7 +194,7 @@ class Client:
                 seconds = min(backoff, _LONGEST_BACKOFF_SECONDS)
                 if error.wait_seconds is not None:
                     seconds = min(error.wait_seconds, _LONGEST_WAIT_SECONDS)
-                self._say(f"waiting {format_seconds(seconds)}: {error}")
+                self._report(f"waiting {format_seconds(seconds)}: {error}")
                 if self._stop.wait(seconds):
                     raise StoppedError from None
 
@@ -247,7 +234,7 @@ def find_proxy(proxies: Mapping[str, str], url: str) -> str:
 
 def _refusal(url: str, status: int, headers: Mapping[str, str]) -> Exception:
     if status in (408, 425, 429) or status >= 500:
-        return PassingError(f"HTTP {status}", _wait_seconds(headers))
+        return TransientError(f"HTTP {status}", _wait_seconds(headers))
     hint = "the file or revision no longer exists: name another revision, or try a mirror"
     if status in (401, 403):
         hint = (

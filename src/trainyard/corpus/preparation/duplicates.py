@@ -166,9 +166,9 @@ def _hash_words_of_pieces(pieces: list[str]) -> tuple[Hashes, Counts]:
     if not len(starts):
         return np.empty(0, np.uint64), np.empty(0, np.int64)
     lengths = np.diff(starts, append=len(letters))
-    place_in_word = np.arange(len(letters)) - np.repeat(starts, lengths)
+    index_in_word = np.arange(len(letters)) - np.repeat(starts, lengths)
     powers = np.cumprod(np.full(lengths.max(), _MULTIPLIER))
-    sums = np.add.reduceat(codes[letters].astype(np.uint64) * powers[place_in_word], starts)
+    sums = np.add.reduceat(codes[letters].astype(np.uint64) * powers[index_in_word], starts)
     ends = np.cumsum([len(piece) + 1 for piece in pieces])
     return _mix(sums), np.searchsorted(ends, letters[starts], side="right")
 
@@ -180,12 +180,12 @@ def _hash_runs(words: Hashes, n_words: Counts, length: int) -> tuple[Hashes, Cou
     n_words = n_words + lacking
     n_starts = max(len(words) - length + 1, 0)
     hashes = np.zeros(n_starts, np.uint64)
-    for place in range(length):
+    for offset in range(length):
         hashes *= _MULTIPLIER
-        hashes += words[place : place + n_starts]
+        hashes += words[offset : offset + n_starts]
     inside = np.ones(n_starts, np.bool_)  # not where a run continues into the next document
-    for place in range(1, length):
-        inside[np.cumsum(n_words)[:-1] - place] = False
+    for offset in range(1, length):
+        inside[np.cumsum(n_words)[:-1] - offset] = False
     return _mix(hashes[inside]), n_words - length + 1
 
 

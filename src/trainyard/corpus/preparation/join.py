@@ -7,9 +7,9 @@ checksums. Their counts are summed for the record.
 
 from __future__ import annotations
 
-import errno
 import glob
 import os
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -23,11 +23,10 @@ import numpy.typing as npt
 from trainyard.corpus.preparation.plan import Output, PreparationPlan
 from trainyard.corpus.preparation.unit import (
     PLACES_PER_KIND,
-    QuarantinedDocument,
     UnitResult,
+    add_groups,
     count_steps,
 )
-from trainyard.corpus.sources import Fault
 from trainyard.data.indexed import (
     Array,
     IndexedDataset,
@@ -44,11 +43,10 @@ from trainyard.data.sidecar import (
     load_sidecar,
     save_sidecar,
 )
-from trainyard.errors import DataError, MachineError, explain_failure, printable
+from trainyard.errors import DataError, explain_failure, printable
 from trainyard.files import BlockChecksum, BlockWriter, FileRecord, explain_disk_errors
 
 _COPY_BYTES = 16 * 2**20
-_NOT_BY_THE_KERNEL = {errno.EXDEV, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL, errno.EPERM}
 
 
 @dataclass(frozen=True)
@@ -82,12 +80,9 @@ def check_not_empty(plan: PreparationPlan, units: list[FinishedUnit]) -> None:
     Raises:
         EmptyCorpusError: no unit has a document with text.
     """
-    totals = _Totals(plan)
-    for unit in units:
-        totals.add(unit)
-    result = totals.result
+    result, places, _ = _add_up(plan, units)
     if result.documents == result.empty_documents:
-        raise empty_corpus(result.documents, result.steps, totals.places)
+        raise empty_corpus(result.documents, result.steps, places)
 
 
 def empty_corpus(documents: int, steps: list[StepCount], places: list[str]) -> EmptyCorpusError:
@@ -111,11 +106,9 @@ def join_output(
         DataError: an input changed.
         MachineError: the disk is full or the folder cannot be written.
     """
-    check_unchanged(plan.identity.sources[output.files.start : output.files.stop])
+    check_unchanged(plan.output_sources(output))
     dtype = optimal_dtype(plan.tokenizer.vocabulary_size)
-    totals = _Totals(plan)
-    parts = [totals.add(unit) for unit in units]
-    result = totals.result
+    result, places, parts = _add_up(plan, units)
     bin_record, idx_record = merge_parts(parts, made, dtype)
     if result.quarantined:
         _join_quarantine(units, Path(f"{made}.quarantine.jsonl"))
@@ -133,10 +126,10 @@ def join_output(
         steps=result.steps,
         groups=dict(sorted(result.groups.items())),
         quarantined=dict(sorted(result.quarantined.items())),
-        quarantined_places=totals.places,
+        quarantined_places=places,
         bin=bin_record,
         idx=idx_record,
-        sources=plan.identity.sources[output.files.start : output.files.stop],
+        sources=plan.output_sources(output),
         split_on=plan.corpus.split_on or msgspec.UNSET,
         special_texts=result.special_texts or msgspec.UNSET,
         not_prose=result.not_prose or msgspec.UNSET,
@@ -195,82 +188,81 @@ def check_unchanged(sources: Sequence[SourceRecord]) -> None:
             )
 
 
-class _Totals:
-    """Adds up units, less the documents that repeat an earlier one."""
+def _add_up(
+    plan: PreparationPlan, units: list[FinishedUnit]
+) -> tuple[UnitResult, list[str], list[Part]]:
+    """Adds up units, less the documents that repeat an earlier one.
 
-    def __init__(self, plan: PreparationPlan) -> None:
-        self._comparing = [step.kind for step in plan.corpus.comparing_steps]
-        self.result = UnitResult(steps=count_steps(plan.corpus.steps))
-        self.places: list[str] = []
-        self._kept: dict[str, int] = {}
-
-    def add(self, unit: FinishedUnit) -> Part:
-        """Adds a unit and returns its part."""
-        result, total = unit.result, self.result
+    Returns:
+        the sums, the first faults of each kind with their places, and the parts.
+    """
+    total = UnitResult(steps=count_steps(plan.corpus.steps))
+    places: list[str] = []
+    n_faults: Counter[str] = Counter()
+    parts = []
+    for unit in units:
+        result, stays = unit.result, None
         for name in ("documents", "empty_documents", "tokens", "text_bytes", "lost_bytes"):
             setattr(total, name, getattr(total, name) + getattr(result, name))
         for name in ("special_texts", "not_prose", "quarantined"):
             add_counts(getattr(total, name), getattr(result, name))
         for value, group in result.groups.items():
             total.groups.setdefault(value, GroupCount()).add(group)
-        for place in result.places:
-            self._keep_place(place, unit.lines_before)
-        for mine, theirs in zip(total.steps, result.steps, strict=False):
-            mine.add(theirs)
-        if unit.repeats is None:
-            return Part(unit.prefix, result.blocks)
-        rows = np.load(f"{unit.prefix}.documents.npy")
-        self._leave_out(rows, unit.repeats, list(result.groups))
-        return Part(unit.prefix, result.blocks, unit.repeats == 0)
+        for fault in result.places:
+            n_faults[fault.kind] += 1
+            if n_faults[fault.kind] <= PLACES_PER_KIND:
+                places.append(fault.render(unit.lines_before))
+        for count, added in zip(total.steps, result.steps, strict=False):
+            count.add(added)
+        if unit.repeats is not None:
+            stays = unit.repeats == 0
+            rows = np.load(f"{unit.prefix}.documents.npy")
+            counts = total.steps[-len(plan.corpus.comparing_steps) :]
+            groups = [total.groups[value] for value in result.groups]
+            _leave_out(rows, unit.repeats, total, counts, groups)
+        parts.append(Part(unit.prefix, result.blocks, stays))
+    return total, places, parts
 
-    def _keep_place(self, place: Fault, lines_before: int) -> None:
-        if self._kept.get(place.kind, 0) < PLACES_PER_KIND:
-            self._kept[place.kind] = self._kept.get(place.kind, 0) + 1
-            self.places.append(place.render(lines_before))
 
-    def _leave_out(
-        self, rows: npt.NDArray[np.void], repeats: npt.NDArray[np.uint8], groups: list[str]
-    ) -> None:
-        total = self.result
-        counts = total.steps[len(total.steps) - len(self._comparing) :]
-        for number, count in enumerate(counts, 1):
-            came = rows[(repeats == 0) | (repeats >= number)]
-            left = rows[(repeats == 0) | (repeats > number)]
-            count.documents_in += len(came)
-            count.documents_out += len(left)
-            count.bytes_in += int(came["text_bytes"].sum())
-            count.bytes_out += int(left["text_bytes"].sum())
-            if len(came) > len(left):
-                n_repeats = len(came) - len(left)
-                add_counts(count.dropped, {"repeats an earlier document": n_repeats})
-        gone = rows[repeats > 0]
-        total.documents -= len(gone)
-        total.empty_documents -= int(np.count_nonzero(gone["tokens"] == 0))
-        total.tokens -= int(gone["tokens"].sum())
-        total.text_bytes -= int(gone["text_bytes"].sum())
-        for number, value in enumerate(groups):
-            mine = gone[gone["group"] == number]
-            group = total.groups[value]
-            group.documents -= len(mine)
-            group.text_bytes -= int(mine["text_bytes"].sum())
-            group.tokens -= int(mine["tokens"].sum())
+def _leave_out(
+    rows: npt.NDArray[np.void],
+    repeats: npt.NDArray[np.uint8],
+    total: UnitResult,
+    counts: list[StepCount],
+    groups: list[GroupCount],
+) -> None:
+    """Subtracts the documents that repeat an earlier one; `counts` are of the comparing steps."""
+    for number, count in enumerate(counts, 1):
+        came = rows[(repeats == 0) | (repeats >= number)]
+        left = rows[(repeats == 0) | (repeats > number)]
+        count.documents_in += len(came)
+        count.documents_out += len(left)
+        count.bytes_in += int(came["text_bytes"].sum())
+        count.bytes_out += int(left["text_bytes"].sum())
+        if len(came) > len(left):
+            n_repeats = len(came) - len(left)
+            add_counts(count.dropped, {"repeats an earlier document": n_repeats})
+    gone = rows[repeats > 0]
+    total.documents -= len(gone)
+    total.empty_documents -= int(np.count_nonzero(gone["tokens"] == 0))
+    total.tokens -= int(gone["tokens"].sum())
+    total.text_bytes -= int(gone["text_bytes"].sum())
+    if groups:
+        add_groups(groups, gone, sign=-1)
 
 
 def _join_quarantine(units: list[FinishedUnit], path: Path) -> None:
     """Joins the quarantined documents, with positions counted from the start of each file."""
     with explain_disk_errors(path), path.open("wb") as file:
         for unit in units:
-            for line in _read_lines(Path(f"{unit.prefix}.quarantine")):
-                document: Any = msgspec.json.decode(line, type=QuarantinedDocument)
-                if document.position:
-                    document.position += unit.lines_before
-                file.write(msgspec.json.encode(document) + b"\n")
-
-
-def _read_lines(path: Path) -> Iterator[bytes]:
-    if path.exists():
-        with path.open("rb") as file:
-            yield from file
+            if not unit.result.quarantined:
+                continue
+            with Path(f"{unit.prefix}.quarantine").open("rb") as lines:
+                for line in lines:
+                    document = msgspec.json.decode(line)
+                    if document["position"]:
+                        document["position"] += unit.lines_before
+                    file.write(msgspec.json.encode(document) + b"\n")
 
 
 def merge_parts(
@@ -320,18 +312,10 @@ def _copy(source: BinaryIO, target: BinaryIO, n_bytes: int) -> None:
     """Copies the first bytes of a file to the end of another, inside the kernel where it can."""
     target.flush()
     left = n_bytes
-    while left:
-        try:
-            copied = os.copy_file_range(source.fileno(), target.fileno(), left)
-        except AttributeError:  # not on this system
-            break
-        except OSError as error:
-            if error.errno not in _NOT_BY_THE_KERNEL:
-                raise
-            break
-        if not copied:  # some file systems say so when they cannot
-            break
-        left -= copied
+    # Some systems and file systems cannot; another error comes again when Python copies the rest.
+    with suppress(AttributeError, OSError):
+        while left and (copied := os.copy_file_range(source.fileno(), target.fileno(), left)):
+            left -= copied
     source.seek(n_bytes - left)
     target.seek(0, os.SEEK_END)
     while left:
@@ -378,17 +362,11 @@ def publish_files(made: Path, prefix: Path, *, replaces_other: bool) -> None:
     suffixes = [".bin", ".idx", ".json"]
     if Path(f"{made}.quarantine.jsonl").exists():
         suffixes.insert(2, ".quarantine.jsonl")
-    try:
-        for suffix in suffixes:
-            Path(f"{made}{suffix}").stat()
+    for suffix in suffixes:
+        Path(f"{made}{suffix}").stat()
+    with explain_failure(str(prefix), "fix the folder; then run the same command again"):
         if replaces_other:
             for suffix in (".json", ".idx", ".quarantine.jsonl"):
                 Path(f"{prefix}{suffix}").unlink(missing_ok=True)
         for suffix in suffixes:
             Path(f"{made}{suffix}").replace(f"{prefix}{suffix}")
-    except FileNotFoundError:
-        raise
-    except OSError as error:
-        raise MachineError(
-            f"{prefix}: {error.strerror}", "fix the folder; then run the same command again"
-        ) from error

@@ -27,8 +27,12 @@ import msgspec
 from trainyard import __version__
 from trainyard.config.corpus import Corpus, output_prefixes
 from trainyard.corpus.preparation.duplicates import compared_columns
-from trainyard.corpus.sources import Segment, scan_inputs, split_into_units
-from trainyard.corpus.sources.files import choose_unit_bytes
+from trainyard.corpus.sources.files import (
+    Segment,
+    choose_unit_bytes,
+    scan_inputs,
+    split_into_units,
+)
 from trainyard.data.sidecar import SourceRecord, TokenizerRecord, load_sidecar
 from trainyard.errors import DataError, printable
 
@@ -67,18 +71,18 @@ class Identity(msgspec.Struct, frozen=True, kw_only=True):
             raise DataError(difference, hint)
 
     def _list_changes(self, other: Identity, place: str) -> Iterator[str]:
-        mine = {source.path: source for source in self.sources}
-        for theirs in other.sources:
-            shown, ours = printable(theirs.path), mine.pop(theirs.path, None)
-            if ours is None:
-                yield f"{place} with {shown}, which is not an input now"
-            elif ours.size_bytes != theirs.size_bytes:
-                sizes = f"it has {ours.size_bytes} bytes now, {theirs.size_bytes} then"
-                yield f"{shown} changed since {place}: {sizes}"
-            elif ours != theirs:
+        sources = {source.path: source for source in self.sources}
+        for then in other.sources:
+            path, now = printable(then.path), sources.pop(then.path, None)
+            if now is None:
+                yield f"{place} with {path}, which is not an input now"
+            elif now.size_bytes != then.size_bytes:
+                sizes = f"it has {now.size_bytes} bytes now, {then.size_bytes} then"
+                yield f"{path} changed since {place}: {sizes}"
+            elif now != then:
                 times = "its size is the same, its time of change is not"
-                yield f"{shown} changed since {place}: {times}"
-        for path in mine:
+                yield f"{path} changed since {place}: {times}"
+        for path in sources:
             yield f"{place} without {printable(path)}"
 
     def _differences(self, other: Identity, place: str) -> Iterator[str]:
@@ -165,6 +169,10 @@ class PreparationPlan:
         """Lists the files that a unit reads."""
         paths = dict.fromkeys(part.path.as_posix() for part in self.units[number])
         return [self._sources[path] for path in paths]
+
+    def output_sources(self, output: Output) -> list[SourceRecord]:
+        """Lists the files that an output is made from."""
+        return self.identity.sources[output.files.start : output.files.stop]
 
     def _unit_inputs(self, number: int) -> str:
         """A checksum of what a unit reads: parts of files, with their sizes and times of change."""

@@ -19,6 +19,7 @@ files without it are incomplete.
 
 from __future__ import annotations
 
+import logging
 import math
 import os
 import shutil
@@ -41,7 +42,6 @@ from trainyard.corpus.preparation.plan import (
     list_sources,
     plan_corpus,
 )
-from trainyard.corpus.preparation.pool import work_in_processes
 from trainyard.corpus.preparation.train_tokenizer import train_tokenizer
 from trainyard.corpus.preparation.unit import (
     PLACES_PER_KIND,
@@ -55,17 +55,17 @@ from trainyard.corpus.preparation.work_folder import (
     name_process,
     read_progress,
 )
-from trainyard.corpus.preparation.worker import CorpusWorker
-from trainyard.corpus.sources import Fault, Segment, find_files
-from trainyard.corpus.sources.files import format_of
+from trainyard.corpus.preparation.worker import CorpusWorker, work_in_processes
+from trainyard.corpus.sources.batch import Fault
+from trainyard.corpus.sources.files import Segment, find_files, format_of
 from trainyard.data.sidecar import Sidecar, TokenizerRecord, load_sidecar
 from trainyard.data.tokenizer import tokenizer_name
 from trainyard.data.vocabulary import GPT2, Vocabulary, load_vocabulary
 from trainyard.errors import DataError, MachineError, explain_failure
-from trainyard.log import build_logger
 from trainyard.units import format_bytes
 
 OnError = Literal["stop", "quarantine"]
+_log = logging.getLogger("trainyard")
 _MOST_BYTES_TO_TRAIN_ON = 1 << 30
 _LEAST_VOCABULARY = 320
 STATES_PER_SECOND = 2
@@ -288,7 +288,7 @@ def _enter(folder: WorkFolder, plan: PreparationPlan, overwrite: bool) -> None:
         if not overwrite and plan.identity.differs_in_contents(begun):
             n_done = folder.replace_plan(plan.text, [*chain(*plan.stages)])
             message = "inputs changed since the work started: keeping %d of %d units"
-            build_logger().warning(message, n_done, len(plan.units))
+            _log.warning(message, n_done, len(plan.units))
         else:
             hint = "pass --overwrite to start over and discard the other work"
             plan.identity.check_equal(begun, f"{folder.path} was begun", hint)
@@ -372,16 +372,15 @@ def _check_absent(plan: PreparationPlan, output: Output) -> None:
         made.check_sizes(output.prefix)
     except DataError as error:
         raise DataError(f"{existing} exists but is incomplete: {error.problem}", hint) from error
-    mine = plan.identity
-    files = mine.sources[output.files.start : output.files.stop]
-    told = {"append_eod": made.append_eod, "special_tokens": made.tokenizer.special_tokens}
-    theirs = msgspec.structs.replace(
-        mine,
+    wanted = msgspec.structs.replace(plan.identity, sources=plan.output_sources(output))
+    recorded = {"append_eod": made.append_eod, "special_tokens": made.tokenizer.special_tokens}
+    identity = msgspec.structs.replace(
+        wanted,
         sources=made.sources,
         tokenizer=made.tokenizer.fingerprint,
-        options={**mine.options, **told},
+        options={**wanted.options, **recorded},
     )
-    msgspec.structs.replace(mine, sources=files).check_equal(theirs, f"{existing} was made", hint)
+    wanted.check_equal(identity, f"{existing} was made", hint)
     if made.recipe != plan.recipe:
         problem = f"{existing} was made with other steps, other outputs or by another version"
         raise DataError(problem, hint)

@@ -25,7 +25,7 @@ from trainyard.data.sidecar import Sidecar
 from trainyard.errors import printable
 from trainyard.files import publish_text
 from trainyard.planning.hardware import find_local_machine
-from trainyard.planning.suggest import SPLIT, suggest_run
+from trainyard.planning.new_run import choose_local_run
 from trainyard.units import format_figure
 
 _FIRST_LINE = re.compile(
@@ -87,21 +87,15 @@ def _render(corpus: Corpus, sidecars: list[Sidecar]) -> tuple[str, int]:
     tokenizer = sidecars[0].tokenizer
     n_tokens = sum(sidecar.tokens for sidecar in sidecars)
     machine = find_local_machine()
-    suggestion = suggest_run(n_tokens, tokenizer.vocabulary_size, machine)
+    chosen = choose_local_run(n_tokens, tokenizer.vocabulary_size, machine)
     name = re.sub(r"[^A-Za-z0-9._-]+", "-", Path(corpus.output).name).strip("._-")[:100] or "run"
-    values = {
-        "name": name,
-        **suggestion.values,
-        "data": {
-            "split": SPLIT,
-            "blend": {"prefixes": output_prefixes(corpus, len(sidecars))},
-        },
-        "tokenizer": {"path": corpus.tokenizer},
-    }
+    values = {"name": name, **chosen.tables}
+    values["data"]["blend"] = {"prefixes": output_prefixes(corpus, len(sidecars))}
+    values["tokenizer"] = {"path": corpus.tokenizer}
     head = (
-        f"# {suggestion.parameters / 1e6:.1f}M parameters, for {n_tokens:,} tokens and "
-        f"{machine.name}; {format_figure(suggestion.epochs)} passes over the text.\n"
+        f"# {chosen.parameters / 1e6:.1f}M parameters, for {n_tokens:,} tokens and "
+        f"{machine.name}; {format_figure(chosen.passes)} passes over the text.\n"
         "# Every field: trainyard show --fields. Relative paths start at the working directory.\n"
         "# Once you edit this file, prepare leaves it alone.\n\n"
     )
-    return head + tomli_w.dumps(values), max(1, min(10, math.ceil(suggestion.seconds / 60)))
+    return head + tomli_w.dumps(values), max(1, min(10, math.ceil(chosen.seconds / 60)))

@@ -19,11 +19,12 @@ import numpy.typing as npt
 from trainyard.config.corpus import Corpus, Step
 from trainyard.corpus.preparation.duplicates import document_keys
 from trainyard.corpus.preparation.steps import apply_steps, count_bytes
-from trainyard.corpus.sources import Batch, Fault, Segment, read_documents
-from trainyard.data.engines import Encoded
+from trainyard.corpus.sources.batch import Batch, Fault, UnreadableDocumentError
+from trainyard.corpus.sources.documents import read_documents
+from trainyard.corpus.sources.files import Segment
 from trainyard.data.indexed import Array, IndexedWriter, optimal_dtype
 from trainyard.data.sidecar import GroupCount, StepCount, add_counts
-from trainyard.data.tokenizer import Tokenizer
+from trainyard.data.tokenizer import Encoded, Tokenizer
 from trainyard.errors import DataError
 from trainyard.files import BlockChecksum, explain_disk_errors
 
@@ -56,25 +57,6 @@ class UnitResult(msgspec.Struct, kw_only=True):
     """Checksums of the blocks of its .bin."""
     files: dict[str, str] = msgspec.field(default_factory=dict)
     """Checksums of its other files, by what follows the piece's name."""
-
-
-class UnreadableDocumentError(Exception):
-    """A document cannot be read, and the run is to stop there."""
-
-    def __init__(self, fault: Fault) -> None:
-        super().__init__(fault.detail)
-        self.fault = fault
-
-
-class QuarantinedDocument(msgspec.Struct):
-    """A line of the quarantine file."""
-
-    file: str
-    position: int
-    kind: str
-    detail: str
-    raw: str
-    """Its content: text, or `base64:` and the bytes if they are not text."""
 
 
 class UnitWorker:
@@ -134,15 +116,19 @@ class UnitWorker:
         return result
 
     def _set_aside(self, result: UnitResult, quarantine: BinaryIO, fault: Fault) -> None:
-        place = msgspec.structs.replace(fault, raw=b"")
+        located = msgspec.structs.replace(fault, raw=b"")
         if not self._quarantine:
-            raise UnreadableDocumentError(place)
+            raise UnreadableDocumentError(located)
         if sum(kept.kind == fault.kind for kept in result.places) < PLACES_PER_KIND:
-            result.places.append(place)
+            result.places.append(located)
         add_counts(result.quarantined, {fault.kind: fault.n_documents})
-        line = QuarantinedDocument(
-            place.path, place.position, place.kind, place.detail, _render_raw(fault)
-        )
+        line = {
+            "file": fault.path,
+            "position": fault.position,
+            "kind": fault.kind,
+            "detail": fault.detail,
+            "raw": _render_raw(fault),
+        }
         quarantine.write(msgspec.json.encode(line) + b"\n")
 
     def _tokenize(
@@ -178,7 +164,7 @@ def _format_within(text: str) -> str:
         return "HTML"
     *lines, _ = start.split("\n")
     counts = [{line.count(sign) for line in lines} for sign in ",;\t"] if len(lines) >= 5 else []
-    return "CSV" if any(len(each) == 1 and max(each) >= 2 for each in counts) else ""
+    return "CSV" if any(len(numbers) == 1 and max(numbers) >= 2 for numbers in counts) else ""
 
 
 def save_array(path: Path, array: npt.NDArray[Any]) -> None:
@@ -255,15 +241,20 @@ def _count_groups(
         )
     numbers = {value: number for number, value in enumerate(groups)}
     rows["group"] = [numbers[value] for value in values]
+    add_groups(list(groups.values()), rows)
+
+
+def add_groups(groups: list[GroupCount], rows: npt.NDArray[np.void], sign: int = 1) -> None:
+    """Adds the documents of `rows` to the groups that they number; a `sign` of -1 subtracts."""
     counts = np.bincount(rows["group"], minlength=len(groups))
     text_bytes = np.bincount(rows["group"], rows["text_bytes"], len(groups))
     tokens = np.bincount(rows["group"], rows["tokens"], len(groups))
-    for number, group in enumerate(groups.values()):
-        added = GroupCount(int(counts[number]), int(text_bytes[number]), int(tokens[number]))
-        group.add(added)
+    for group, *added in zip(groups, counts, text_bytes, tokens, strict=False):
+        group.add(GroupCount(*(sign * int(number) for number in added)))
 
 
 def _render_raw(fault: Fault) -> str:
+    """Returns the content of a document: text, or `base64:` and the bytes if it is not text."""
     try:
         return fault.raw.decode()
     except UnicodeDecodeError:

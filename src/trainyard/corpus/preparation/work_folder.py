@@ -36,6 +36,7 @@ import msgspec
 from trainyard.corpus.preparation.plan import PreparationPlan
 from trainyard.errors import SPACE, MachineError
 from trainyard.files import publish_text
+from trainyard.launch.environment import read_process_state
 
 MAX_ATTEMPTS = 3
 STALE_SECONDS = 60.0
@@ -71,15 +72,14 @@ def _machine() -> str:
 
 def _start_of(pid: int) -> str:
     """When a process started, in ticks; "gone" when there is none, or only its exit code."""
-    try:
+    if fields := read_process_state(pid):
+        return "gone" if fields[0] in "ZX" else fields[19]
+    try:  # a system without /proc; or it has just ended
         os.kill(pid, 0)
     except ProcessLookupError:
         return "gone"
     except PermissionError:
         pass
-    with suppress(OSError, ValueError):  # a system without /proc; or it has just ended
-        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-        return "gone" if fields[0] in "ZX" else fields[19]
     return "0"
 
 

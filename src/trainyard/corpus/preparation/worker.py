@@ -1,25 +1,32 @@
-"""One worker process of a corpus: takes pieces of work until none is left.
+"""Worker processes of a corpus: each takes pieces of work until none is left.
 
     units     read -> filter -> clean -> tokenize -> a part         any number at a time
     compares  find repeated documents, band by band                 when all units are done
     joins     parts -> token files and their record                 when all of these are done
 
 An idle process waits for the others, to replace one that dies, and exits once all is done. So every
-process of a job that exits with code 0 has seen the finished token files.
+process of a job that exits with code 0 has seen the finished token files. Processes of one command
+are as independent as those of several machines; their parent replaces dead ones.
 """
 
 from __future__ import annotations
 
 import hashlib
 import logging
+import multiprocessing
 import os
 import random
+import signal
 import threading
 import time
+import traceback
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from functools import cached_property
 from itertools import takewhile
+from multiprocessing.connection import Connection, wait
+from multiprocessing.process import BaseProcess
+from pathlib import Path
 
 import msgspec
 import numpy as np
@@ -37,20 +44,26 @@ from trainyard.corpus.preparation.plan import PreparationPlan
 from trainyard.corpus.preparation.unit import (
     UnitResult,
     UnitWorker,
-    UnreadableDocumentError,
     save_array,
 )
-from trainyard.corpus.preparation.work_folder import WorkerState, WorkFolder
-from trainyard.corpus.sources import Fault
+from trainyard.corpus.preparation.work_folder import (
+    MAX_ATTEMPTS,
+    WorkerState,
+    WorkFolder,
+    name_process,
+)
+from trainyard.corpus.sources.batch import Fault, UnreadableDocumentError
 from trainyard.data.index_cache import FileBlock
 from trainyard.data.tokenizer import Tokenizer
 from trainyard.data.vocabulary import Vocabulary
-from trainyard.errors import DataError, MachineError
+from trainyard.errors import DataError, MachineError, UserError
 from trainyard.files import seal, unseal
-
-_log = logging.getLogger("trainyard")
+from trainyard.launch.environment import hide_secrets
+from trainyard.log import build_logger
 
 BEAT_SECONDS = 2.0
+_log = logging.getLogger("trainyard")
+_PROGRESS_SECONDS = 0.5
 _SHORTEST_PAUSE, _LONGEST_PAUSE = 0.2, 5.0
 _LOOKS_PER_SECOND = 60
 """How often all idle workers together look for work, unless they are very many."""
@@ -183,14 +196,10 @@ class CorpusWorker:
 
     def _do_unit(self, number: int) -> UnitResult:
         made = self._folder.scratch / self._units[number]
-        sources = self._plan.unit_sources(number)
         try:
-            result = self._tokenizing.run(self._plan.units[number], made, self._report)
-        except UnreadableDocumentError:
-            check_unchanged(sources)
-            raise
-        check_unchanged(sources)
-        return result
+            return self._tokenizing.run(self._plan.units[number], made, self._report)
+        finally:
+            check_unchanged(self._plan.unit_sources(number))
 
     def _report(self, n_bytes: int, documents: int, tokens: int) -> None:
         self._state.piece_bytes += n_bytes
@@ -330,3 +339,103 @@ class CorpusWorker:
                 lines = sum(self._read_result(unit).n_lines for unit in before)
                 text = (self._folder.path / "stopped" / piece).read_bytes()
                 raise msgspec.json.decode(text, type=Fault).to_error(lines)
+
+
+def work_in_processes(
+    plan: PreparationPlan,
+    vocabulary: Vocabulary,
+    folder: WorkFolder,
+    workers: int,
+    on_beat: Callable[[], None],
+    *,
+    quarantine: bool,
+) -> None:
+    """Prepares a corpus with several processes; `on_beat` is called now and then meanwhile.
+
+    Raises:
+        UserError: what a worker raised, or that workers keep dying.
+    """
+    # Spawned, because a forked copy of a process with threads can hang.
+    context = multiprocessing.get_context("spawn")
+
+    def start() -> tuple[Connection, BaseProcess]:
+        reader, writer = context.Pipe(duplex=False)
+        arguments = (writer, plan, vocabulary, folder.path, quarantine)
+        process = context.Process(target=_run_worker, args=arguments, daemon=True)
+        process.start()
+        writer.close()
+        return reader, process
+
+    children = dict(start() for _ in range(workers))
+    n_deaths, n_done = 0, -1  # in a row, without a finished piece in between
+    try:
+        while children:
+            wait([*children], timeout=_PROGRESS_SECONDS)
+            on_beat()
+            # A connection can be read when its worker has raised or ended.
+            for connection in [connection for connection in children if connection.poll()]:
+                was_killed = _was_killed(connection, children[connection])
+                del children[connection]
+                if not was_killed or plan.is_prepared():
+                    continue
+                with suppress(FileNotFoundError):
+                    n_deaths, before = n_deaths + 1, n_done
+                    n_done = len(folder.list_names("done"))
+                    n_deaths = n_deaths if n_done == before else 1
+                if n_deaths > workers * MAX_ATTEMPTS:
+                    raise MachineError(
+                        f"{n_deaths} workers died in a row without finishing any work",
+                        "out of memory is the usual reason: use fewer workers; then run the same "
+                        "command again",
+                    )
+                children.update([start()])
+    finally:
+        for process in children.values():
+            process.terminate()
+            process.join()
+        with suppress(FileNotFoundError):
+            folder.release_dead()
+
+
+def _was_killed(connection: Connection, process: BaseProcess) -> bool:
+    """Waits for a worker that has ended, and returns whether it was killed.
+
+    Raises:
+        UserError: what it raised.
+        MachineError: it ended by itself without an error.
+    """
+    with connection, suppress(EOFError, ConnectionResetError):
+        message = connection.recv()
+        if isinstance(message, UserError):
+            raise message
+        raise RuntimeError(f"a worker failed:\n{message}")
+    process.join()
+    code = process.exitcode or 0
+    if code > 0:
+        raise MachineError(
+            f"a worker ended with exit code {code} before it started",
+            "see its messages above; a program must call prepare() with several workers "
+            'under `if __name__ == "__main__":`',
+        )
+    if code < 0:
+        name = signal.Signals(-code).name
+        _log.warning("a worker was killed by %s; starting another", name)
+    return code < 0
+
+
+def _run_worker(
+    connection: Connection,
+    plan: PreparationPlan,
+    vocabulary: Vocabulary,
+    path: Path,
+    quarantine: bool,
+) -> None:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's to handle
+    build_logger(hide_secrets)
+    try:
+        folder = WorkFolder(path, name_process(os.getpid()))
+        CorpusWorker(plan, folder, vocabulary, quarantine=quarantine).work(lambda: None)
+    except UserError as error:
+        connection.send(error)
+    except Exception:
+        connection.send(traceback.format_exc())

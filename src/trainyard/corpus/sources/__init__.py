@@ -12,17 +12,3 @@ A corpus goes through three steps, each one call:
 Joined in order, the units contain every document of every file once, for any number of processes. A
 reader does not handle bad documents: it returns a `Fault`, and the caller stops or quarantines it.
 """
-
-from trainyard.corpus.sources.batch import Batch, Fault
-from trainyard.corpus.sources.documents import read_documents
-from trainyard.corpus.sources.files import Segment, find_files, scan_inputs, split_into_units
-
-__all__ = [
-    "Batch",
-    "Fault",
-    "Segment",
-    "find_files",
-    "read_documents",
-    "scan_inputs",
-    "split_into_units",
-]

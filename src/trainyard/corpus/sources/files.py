@@ -166,8 +166,8 @@ def _expand(item: str, skipped: Skipped) -> list[Path]:
     path, shown = Path(item), printable(item)
     if path.is_dir():
         others: Skipped = []
-        found = _search(path, others)
-        if not found:
+        files = _search(path, others)
+        if not files:
             kinds = Counter(kind for _, kind in others)
             there = f"only {describe_skipped(kinds)}" if others else "it is empty"
             problem = f"the folder {shown} has no readable file: {there}"
@@ -176,27 +176,27 @@ def _expand(item: str, skipped: Skipped) -> list[Path]:
     elif path.exists():
         with open_file(path) as opened:  # neither a pipe nor a device
             refuse_lfs_pointer(opened, path, DataError)
-        found = [path]
+        files = [path]
     else:
         matches = map(Path, glob.glob(item, recursive=True))  # noqa: PTH207 (absolute patterns)
         named = sorted(file for file in matches if file.name[0] != ".")
-        found = [file for file in named if file.is_file()]
+        files = [file for file in named if file.is_file()]
         skipped += [("", _BROKEN) for file in named if not file.exists()]
-    if not found and path.is_symlink():
+    if not files and path.is_symlink():
         problem = f"the link {shown} is broken: it leads to {printable(path.readlink())}"
         raise DataError(problem, "fix the link, or leave it out")
-    if not found and glob.has_magic(item):
+    if not files and glob.has_magic(item):
         raise DataError(f"no file matches {shown}", "check the pattern; quote it for the shell")
-    if not found:
+    if not files:
         raise DataError(f"{shown} does not exist", "check the path of the input")
-    for file in found:
+    for file in files:
         if os.fsencode(file).decode(errors="replace") != str(file):
             raise DataError(
                 f"the name of {printable(file)} is not UTF-8", "rename the file or its folder"
             )
         if not path.is_dir() and _skipped_as(file.name):
             _check_text(file)
-    return found
+    return files
 
 
 def _check_text(path: Path) -> None:

@@ -12,30 +12,24 @@ from typing import Any
 
 from msgspec.structs import replace
 
-from trainyard.corpus.sources.batch import Batch, Fault
-from trainyard.corpus.sources.blocks import BLOCK_BYTES, DamagedFileError
-from trainyard.corpus.sources.files import Segment, format_of
-from trainyard.corpus.sources.jsonl import (
+from trainyard.corpus.sources.batch import (
     MAX_DOCUMENT_BYTES,
+    Batch,
+    Fault,
+    UnreadableDocumentError,
     missing_key,
     render_value,
     start_of,
     too_long,
 )
+from trainyard.corpus.sources.blocks import BLOCK_BYTES, DamagedFileError
+from trainyard.corpus.sources.files import Segment, format_of
 
 _MAX_ROWS = 512
 # Without a buffer the column of a whole row group is read at once, and a row group may be the file.
 _BUFFER_BYTES = 2**20
 _FILE_MAGIC = b"ARROW1"
 _END_OF_STREAM = b"\xff\xff\xff\xff\0\0\0\0"
-
-
-class _ColumnError(Exception):
-    """A file without a column of texts."""
-
-    def __init__(self, fault: Fault) -> None:
-        super().__init__(fault.detail)
-        self.fault = fault
 
 
 def read_table(segment: Segment, key: str, fields: Sequence[str]) -> Iterator[Batch]:
@@ -54,7 +48,7 @@ def read_table(segment: Segment, key: str, fields: Sequence[str]) -> Iterator[Ba
             metadata = {field: _read_field(rows, field, good) for field in fields}
             yield Batch(texts, len(rows), n_bytes, faults, metadata)
             row += len(rows)
-    except _ColumnError as error:
+    except UnreadableDocumentError as error:
         yield Batch([], 0, segment.end, [error.fault])
     except (pyarrow.ArrowException, UnicodeDecodeError, OSError) as error:
         # Damage is an OSError too, but one that the system knows no number for.
@@ -68,14 +62,15 @@ def _choose_columns(
 ) -> list[str]:
     """Returns the columns to read; raises if they are ambiguous or lack the text."""
     if key not in names:
-        raise _ColumnError(replace(missing_key(key, names, 0), n_documents=count_rows()))
+        raise UnreadableDocumentError(replace(missing_key(key, names, 0), n_documents=count_rows()))
     tops = [field.split(".")[0] for field in fields]
     columns = list(dict.fromkeys([key, *(top for top in tops if top in names)]))
     for column in columns:
         if (count := names.count(column)) > 1:
             detail = f'{count} columns are called "{column}"; the columns are: {", ".join(names)}'
             hint = "rename all but one of them"
-            raise _ColumnError(Fault("ambiguous column", 0, detail, hint, b"", count_rows()))
+            fault = Fault("ambiguous column", 0, detail, hint, n_documents=count_rows())
+            raise UnreadableDocumentError(fault)
     return columns
 
 

@@ -23,8 +23,8 @@ from trainyard.config import load
 from trainyard.config.load import load_run
 from trainyard.config.run import BatchRamp, Model, Parallel, Run, Train
 from trainyard.errors import ConfigError
-from trainyard.planning.layout import Costs, balanced_stages
-from trainyard.planning.resolve import resolve
+from trainyard.layout.ranks import Costs, balanced_stages
+from trainyard.layout.resolve import resolve
 from trainyard.topology import Topology
 from trainyard.units import Length
 

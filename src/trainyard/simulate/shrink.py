@@ -24,7 +24,7 @@ from typing import Any
 from trainyard.config.load import all_fields, build_run, field_value
 from trainyard.config.precisions import SCALED_COLUMNS, Precision
 from trainyard.config.run import BatchRamp, Model, Optimizer, Parallel, Run, Schedule, Train
-from trainyard.planning.resolve import Plan, resolve
+from trainyard.layout.resolve import Plan, resolve
 from trainyard.topology import AXES, Topology
 from trainyard.units import Length
 
@@ -40,7 +40,7 @@ class LayoutCheck:
     """A small run, and the layouts to compare with the single device."""
 
     topology: Topology
-    """Of the run itself."""
+    """Ranks along each axis of the run itself."""
     alone: Run
     """The small run on a single device."""
     layouts: tuple[Run, ...]
@@ -74,7 +74,7 @@ def plan_layout_check(run: Run, n_ranks: int | None = None) -> LayoutCheck:
     """
     plan = resolve(run, n_ranks)
     axes = [axis for axis in AXES if getattr(plan.topology, axis) > 1]
-    if n_ranks is None and run.parallel.zero_stage and "shard" not in axes:
+    if n_ranks is None and run.parallel.shards_state and "shard" not in axes:
         axes = [axis for axis in AXES if axis in (*axes, "shard")]
     # The same batch in every layout, so that there is one run on a single device.
     n_data = DEGREE ** len({"replicate", "shard"}.intersection(axes))
@@ -119,22 +119,6 @@ def cover_pairs(axes: Sequence[str]) -> list[tuple[str, ...]]:
 
 def _pairs(sets: Iterable[tuple[str, ...]]) -> Iterable[tuple[str, ...]]:
     return itertools.chain.from_iterable(itertools.combinations(each, 2) for each in sets)
-
-
-def describe_layout(run: Run, topology: Topology) -> str:
-    """Describes a layout: "pipeline 2 (1f1b) x data 2 (ZeRO 1) x tensor 2"."""
-    parallel = run.parallel
-    chunks = f", {parallel.chunks} chunks" if parallel.chunks > 1 else ""
-    details = {
-        "pipeline": f"pipeline {topology.pipeline} ({parallel.schedule}{chunks})",
-        "replicate": f"replicas {topology.replicate}",
-        "shard": f"data {topology.shard} (ZeRO {parallel.zero_stage})",
-        "context": f"context {topology.context} ({parallel.context_method})",
-        "tensor": f"tensor {topology.tensor}{' (sequence)' if parallel.sequence else ''}",
-    }
-    cut = [text for axis, text in details.items() if getattr(topology, axis) > 1]
-    recompute = "" if parallel.recompute == "none" else f", recompute {parallel.recompute}"
-    return (" x ".join(cut) or "one process") + recompute
 
 
 def _has_ring(run: Run) -> bool:

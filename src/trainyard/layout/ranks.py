@@ -11,19 +11,18 @@ import itertools
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cache
 
 from trainyard.architecture import head_layer, matmuls
 from trainyard.config import rules
 from trainyard.config.run import Run
 from trainyard.errors import ConfigError
-from trainyard.planning.batches import batch_sizes
-from trainyard.planning.flops import matmul_flops, score_flops
+from trainyard.layout.batches import batch_sizes
+from trainyard.layout.flops import matmul_flops, score_flops
 from trainyard.topology import Topology
 from trainyard.units import format_number
 
 Stages = tuple[tuple[int, int], ...]
-RECOMPUTE = ("none", "attention", "block")
-"""Least computation first."""
 FARTHEST = 8
 """Suggest rank counts up to this multiple, or down to this fraction, of the given one."""
 EASIEST = ("1f1b", "gpipe")
@@ -44,7 +43,7 @@ def find_topology(run: Run, n_ranks: int | None) -> Topology:
     if n_ranks is None:
         fewest = next(iter(_data_sizes(run)), parallel.data_replicate)
         n_ranks = ranks_per_replica(run) * fewest
-    problems = _problems(run, n_ranks)
+    problems = _find_problems(run, n_ranks)
     if problems:
         raise ConfigError("\n".join(problems), _fix(run, n_ranks))
     return Topology(
@@ -96,6 +95,22 @@ def find_stages(run: Run, padded_vocabulary_size: int) -> Stages:
     return balanced_stages(costs, model.n_layers, n_stages, parallel.pipeline)
 
 
+def describe_layout(run: Run, topology: Topology) -> str:
+    """Describes a layout: "pipeline 2 (1f1b) x data 2 (ZeRO 1) x tensor 2"."""
+    parallel = run.parallel
+    chunks = f", {parallel.chunks} chunks" if parallel.chunks > 1 else ""
+    details = {
+        "pipeline": f"pipeline {topology.pipeline} ({parallel.schedule}{chunks})",
+        "replicate": f"replicas {topology.replicate}",
+        "shard": f"data {topology.shard} (ZeRO {parallel.zero_stage})",
+        "context": f"context {topology.context} ({parallel.context_method})",
+        "tensor": f"tensor {topology.tensor}{' (sequence)' if parallel.sequence else ''}",
+    }
+    cut = [text for axis, text in details.items() if getattr(topology, axis) > 1]
+    recompute = "" if parallel.recompute == "none" else f", recompute {parallel.recompute}"
+    return (" x ".join(cut) or "one process") + recompute
+
+
 @dataclass(frozen=True)
 class Costs:
     """Cost of stages per token, in any unit."""
@@ -107,6 +122,7 @@ class Costs:
     """The last stage besides its blocks: the head and the loss."""
 
 
+@cache
 def balanced_stages(costs: Costs, n_layers: int, n_stages: int, n_ranks: int) -> Stages:
     """Splits the blocks to minimize the time of the slowest stage.
 
@@ -136,7 +152,12 @@ def balanced_stages(costs: Costs, n_layers: int, n_stages: int, n_ranks: int) ->
     return tuple(itertools.pairwise(itertools.accumulate(n_blocks, initial=0)))
 
 
-def _problems(run: Run, n_ranks: int) -> list[str]:
+def is_legal(run: Run, n_ranks: int) -> bool:
+    """Returns whether a run allows this number of ranks."""
+    return not _find_problems(run, n_ranks) and not rules.broken_rules(run)
+
+
+def _find_problems(run: Run, n_ranks: int) -> list[str]:
     parallel, micro = run.parallel, run.train.micro_batch_size
     data, rest = divmod(n_ranks, ranks_per_replica(run))
     if rest or data == 0:
@@ -206,10 +227,8 @@ def _fix(run: Run, n_ranks: int) -> str:
         fixes = ["parallel.data_replicate", "train.global_batch_size", "train.micro_batch_size"]
         fixes += [{"train.batch_ramp": None}, *({"parallel.schedule": kind} for kind in EASIEST)]
 
-    def works(changed: Run) -> bool:
-        return not _problems(changed, n_ranks) and not rules.broken_rules(changed)
-
-    changes = rules.describe(run, rules.first_fix(run, fixes, works))
+    fix = rules.first_fix(run, fixes, lambda changed: is_legal(changed, n_ranks))
+    changes = rules.describe(run, fix)
     is_near = 0 < n_ranks <= FARTHEST * nearest <= FARTHEST**2 * n_ranks
     working = [format_number(nearest, "rank")] if is_near else []
     if working or changes:

@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 
 from trainyard.config.load import build_run
+from trainyard.layout.resolve import resolve
 from trainyard.planning.hardware import LocalMachine
-from trainyard.planning.resolve import resolve
-from trainyard.planning.suggest import FIRST_RUN_SECONDS, suggest_run
+from trainyard.planning.new_run import FIRST_RUN_SECONDS, choose_local_run
 
 LAPTOP = LocalMachine("2 CPU cores", 1, False, 60e9, "fp32")
 SERVER = LocalMachine("64 CPU cores", 1, False, 2e12, "bf16")
@@ -19,15 +19,15 @@ TEXTS = {20: 257, 5_000: 512, 75_000: 1024, 400_000: 2048, 10**7: 4096, 25 * 10*
 @pytest.mark.parametrize("machine", [LAPTOP, SERVER, GPU, NODE], ids=lambda machine: machine.name)
 @pytest.mark.parametrize("n_tokens", TEXTS)
 def test_every_suggestion_is_a_run(machine: LocalMachine, n_tokens: int) -> None:
-    suggestion = suggest_run(n_tokens, TEXTS[n_tokens], machine)
-    run = build_run(suggestion.values)
+    suggestion = choose_local_run(n_tokens, TEXTS[n_tokens], machine)
+    run = build_run(suggestion.tables)
     plan = resolve(run, machine.count)
     assert plan.n_parameters == suggestion.parameters
     assert plan.data_parallel_size == machine.count
     assert plan.warmup_sequences < plan.decay_sequences == plan.n_sequences
     assert plan.n_steps >= 20
     assert suggestion.seconds < 1.1 * FIRST_RUN_SECONDS
-    assert suggestion.epochs <= 21 or plan.n_steps == 20
+    assert suggestion.passes <= 21 or plan.n_steps == 20
     assert run.evaluate.interval <= plan.n_steps
     assert run.evaluate.batches >= 1
 
@@ -48,13 +48,13 @@ def test_every_suggestion_is_a_run(machine: LocalMachine, n_tokens: int) -> None
 def test_text_and_machine_decide_the_size(
     machine: LocalMachine, n_tokens: int, least: float, most: float
 ) -> None:
-    millions = suggest_run(n_tokens, TEXTS[n_tokens], machine).parameters / 1e6
+    millions = choose_local_run(n_tokens, TEXTS[n_tokens], machine).parameters / 1e6
     assert least <= millions <= most
 
 
 def test_dropout_is_for_text_seen_often() -> None:
     dropouts = [
-        suggest_run(n_tokens, 1024, LAPTOP).values["model"]["dropout"]
+        choose_local_run(n_tokens, 1024, LAPTOP).values["model.dropout"]
         for n_tokens in (75_000, 10**9)
     ]
     assert dropouts == [0.2, 0.0]

@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from trainyard.training.parity import (
+from trainyard.simulate.parity import (
     IncompleteError,
     Outcome,
     Piece,

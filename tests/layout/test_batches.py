@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 from trainyard.config.load import load_run
 from trainyard.config.run import BatchRamp, Run, Train
 from trainyard.errors import ConfigError
-from trainyard.planning.batches import BatchSchedule, batch_sizes
-from trainyard.planning.resolve import resolve
+from trainyard.layout.batches import BatchSchedule, batch_sizes
+from trainyard.layout.resolve import resolve
 from trainyard.units import Length
 
 

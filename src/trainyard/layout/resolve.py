@@ -9,8 +9,8 @@ from typing import Any
 from trainyard.architecture import padded_vocabulary_size, parameter_count
 from trainyard.config.run import Run
 from trainyard.errors import ConfigError
-from trainyard.planning import flops, layout
-from trainyard.planning.batches import BatchSchedule
+from trainyard.layout import flops, ranks
+from trainyard.layout.batches import BatchSchedule
 from trainyard.topology import Topology
 
 
@@ -24,7 +24,7 @@ class Plan:
     """Replicas that see different sequences."""
     topology: Topology
     """Ranks along each axis."""
-    stages: layout.Stages
+    stages: ranks.Stages
     """First block of each pipeline stage and one past its last; stage s is on pipeline rank
     s % parallel.pipeline."""
     padded_vocabulary_size: int
@@ -67,7 +67,7 @@ def resolve(run: Run, n_ranks: int | None = None) -> Plan:
     Raises:
         ConfigError: the ranks or the batch cannot be divided, or the data begins at the end.
     """
-    topology = layout.find_topology(run, n_ranks)
+    topology = ranks.find_topology(run, n_ranks)
     padded = padded_vocabulary_size(run.model, topology.tensor)
     batches = BatchSchedule(run)
     asked = batches.sequences(run.train.length)
@@ -80,7 +80,7 @@ def resolve(run: Run, n_ranks: int | None = None) -> Plan:
         n_ranks=topology.n_ranks,
         data_parallel_size=topology.data,
         topology=topology,
-        stages=layout.find_stages(run, padded),
+        stages=ranks.find_stages(run, padded),
         padded_vocabulary_size=padded,
         n_parameters=parameter_count(run.model, padded),
         n_steps=n_steps,

@@ -1,4 +1,4 @@
-"""Opens the data of a run on all ranks: contents, order and tokenizer, each checked to be the same.
+"""Builds what a training step needs: model, optimizer, and data that all ranks know to be the same.
 
 Each block of a token file is read by one rank, and each order of sequences is checked by one, for
 all ranks that see the same files.
@@ -14,9 +14,11 @@ from pathlib import Path
 
 import torch
 
+from trainyard.checkpoint.format import list_checkpoints
 from trainyard.config.run import Run
 from trainyard.data.index_cache import IndexCache
 from trainyard.data.loader import (
+    Loader,
     build_training_orders,
     data_fingerprint,
     data_prefixes,
@@ -24,17 +26,61 @@ from trainyard.data.loader import (
 )
 from trainyard.data.order import SequenceOrder, Split
 from trainyard.data.sidecar import load_sidecar
-from trainyard.data.tokenizer import Tokenizer
+from trainyard.data.tokenizer import Tokenizer, tokenizer_name
 from trainyard.errors import ConfigError, LaunchError
 from trainyard.launch.heartbeat import Heartbeat
+from trainyard.layout.batches import BatchSchedule
+from trainyard.layout.resolve import Plan
 from trainyard.log import show_progress
-from trainyard.parallel.mesh import Mesh
-from trainyard.planning.resolve import Plan
+from trainyard.optim.optimizer import build_optimizer
+from trainyard.parallel.mesh import Mesh, keep_freed_memory
+from trainyard.parallel.model import ParallelModel
 from trainyard.topology import name_ranks
-from trainyard.training.run_folder import refuse_larger_vocabulary
+from trainyard.training.run_folder import OpenRun, checkpoint_folder, refuse_larger_vocabulary
+from trainyard.training.state import TrainContext
 
 BLOCKS_A_ROUND = 64
 """Blocks of 16 MiB that a rank reads between synchronizations."""
+
+
+def build_context(opened: OpenRun, mesh: Mesh, heartbeat: Heartbeat) -> TrainContext:
+    """Builds model, optimizer and data; checks that data, tokenizer and model belong together."""
+    folder, run, plan = opened.folder, opened.run, opened.plan
+    tokenizer = None
+    if opened.files.vocabulary is not None:
+        tokenizer = Tokenizer(opened.files.vocabulary, tokenizer_name(run.tokenizer.path))
+    _check_vocabularies(run, tokenizer)
+    batches = BatchSchedule(run)
+    orders = build_shared_orders(run, plan, mesh)
+    if orders["train"] is None:
+        raise ConfigError(
+            f"data.split={run.data.split!r} leaves no sequences for training",
+            "set its first share above 0",
+        )
+    if mesh.device.type == "cpu":
+        keep_freed_memory()
+    is_filled = bool(list_checkpoints(checkpoint_folder(folder)) or run.train.start_from)
+    parallel_model = ParallelModel(run, plan, mesh, is_filled=is_filled)
+    return TrainContext(
+        folder=folder,
+        run=run,
+        plan=plan,
+        batches=batches,
+        model=parallel_model,
+        optimizer=build_optimizer(parallel_model, run),
+        train_data=Loader(
+            orders["train"],
+            batches,
+            run.model.vocabulary_size,
+            mesh.data_rank_and_size,
+            pin_memory=mesh.device.type == "cuda",
+        ),
+        valid_order=orders["valid"],
+        test_order=orders["test"],
+        tokenizer=tokenizer,
+        data_fingerprint=data_fingerprint(run),
+        heartbeat=heartbeat,
+    )
 
 
 def read_unread(run: Run, mesh: Mesh, heartbeat: Heartbeat, *, keeps: bool) -> None:
@@ -124,7 +170,7 @@ def build_shared_orders(run: Run, plan: Plan, mesh: Mesh) -> dict[Split, Sequenc
     return orders
 
 
-def check_vocabularies(run: Run, tokenizer: Tokenizer | None) -> None:
+def _check_vocabularies(run: Run, tokenizer: Tokenizer | None) -> None:
     """Checks that the tokenizer fits the model and made every token file."""
     if tokenizer is not None:
         refuse_larger_vocabulary(run, tokenizer.vocabulary_size)

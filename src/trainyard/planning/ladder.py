@@ -1,7 +1,7 @@
-"""Plans for a deadline: the largest model on given devices, or the fewest devices for a run.
+"""The ladder of model shapes, and what fits into a time: the largest model, or the fewest devices.
 
-Models have the shapes of GPT-3 and of Megatron-LM's papers. Each is timed in the fastest layout
-that fits, for the whole run with evaluation, saves and failures. On 64 H100:
+The shapes are those of small models, then of GPT-3 and of Megatron-LM's papers. Each is timed in
+the fastest layout that fits, for the whole run with evaluation, saves and failures. On 64 H100:
 
     8.3B on 165B tokens     2d 22h
     12.9B on 257B tokens    7d 2h     the largest within 10 days
@@ -19,24 +19,27 @@ from typing import Self
 from trainyard.architecture import matmuls, padded_vocabulary_size, parameter_count
 from trainyard.config import rules
 from trainyard.config.run import Run
-from trainyard.planning.batches import BatchSchedule
+from trainyard.layout.batches import BatchSchedule
+from trainyard.layout.flops import model_flops_per_token
 from trainyard.planning.cost import Cost, run_cost
-from trainyard.planning.flops import model_flops_per_token
 from trainyard.planning.hardware import Machine, find_extremes
 from trainyard.planning.search import FIELDS, Candidate, search
-from trainyard.units import Length
+from trainyard.units import Length, format_seconds
 
 TOKENS_PER_PARAMETER = 20
 """Compute-optimal tokens per parameter (arXiv:2203.15556)."""
 MOST_TIMES_AS_MANY = 16
 """Highest multiple to try of the devices that would suffice at peak speed."""
 SHAPES = (
+    *((2, 64), (2, 96), (3, 128), (4, 128), (4, 192), (4, 256), (6, 320), (8, 512)),
     *((12, 768), (24, 1024), (24, 1536), (24, 2048), (32, 2560), (30, 3072), (32, 4096)),
     *((40, 4096), (40, 5120), (40, 6144), (48, 6144), (48, 7168), (48, 8192), (64, 8192)),
     *((60, 10240), (80, 10240), (80, 12288), (96, 12288), (96, 16384), (105, 20480)),
     *((128, 20480), (128, 25600)),
 )
 """n_layers and d_model, smallest first."""
+SMALL_SHAPES, LARGE_SHAPES = SHAPES[:10], SHAPES[8:]
+"""From 0.1M to 300M parameters in the blocks, for a first run; and from GPT-3's smallest."""
 CHANGED_FIELDS = (
     *("model.n_layers", "model.d_model", "model.n_heads", "model.d_ff"),
     *("model.d_head", "model.n_key_value_heads"),
@@ -57,13 +60,19 @@ class TrainingEstimate:
 
     @property
     def seconds(self) -> float:
-        """Of the whole run; infinite if it does not fit or never ends."""
+        """Time of the whole run; infinite if it does not fit or never ends."""
         return self.cost.seconds if self.cost else math.inf
+
+    @property
+    def duration(self) -> str:
+        """That time in words: "takes 3d 4h", or "does not fit"."""
+        is_known = math.isfinite(self.seconds)
+        return f"takes {format_seconds(self.seconds)}" if is_known else "does not fit"
 
 
 @dataclass(frozen=True)
-class Trainer:
-    """Predicts training times."""
+class Estimator:
+    """Estimates training times on a machine."""
 
     machine: Machine
     storage: tuple[float, ...]
@@ -79,24 +88,22 @@ class Trainer:
         extremes = find_extremes(machine)
         return cls(extremes[1] if extremes else machine, storage, price)
 
-    def train(self, run: Run, n_devices: int) -> TrainingEstimate:
+    def estimate(self, run: Run, n_devices: int) -> TrainingEstimate:
         """Finds the fastest layout of a run, and its total cost."""
-        for found in search(run, self.machine, n_devices, most=1):
-            cost = run_cost(
-                found.run, found.plan, self.machine, found.time, self.storage, self.price
-            )
-            return TrainingEstimate(found.run, n_devices, found, cost)
+        for best in search(run, self.machine, n_devices, most=1):
+            cost = run_cost(best.run, best.plan, self.machine, best.time, self.storage, self.price)
+            return TrainingEstimate(best.run, n_devices, best, cost)
         return TrainingEstimate(run, n_devices)
 
 
 def largest_model(
-    run: Run, trainer: Trainer, n_devices: int, seconds: float, *, keeps_length: bool
+    run: Run, estimator: Estimator, n_devices: int, seconds: float, *, keeps_length: bool
 ) -> list[TrainingEstimate]:
     """Finds the largest model that trains in time.
 
     Args:
         run: gives each model its batch, sequence length, vocabulary and precision.
-        trainer: predicts times.
+        estimator: predicts times.
         n_devices: total number of devices.
         seconds: the deadline.
         keeps_length: train each model for the run's length, not on 20 tokens per parameter.
@@ -105,67 +112,69 @@ def largest_model(
         it and the next size, which does not; if none does, only the smallest.
     """
     tried: dict[int, TrainingEstimate] = {}
-    low, high = -1, len(SHAPES)
+    low, high = -1, len(LARGE_SHAPES)
     while high - low > 1:
         middle = (low + high) // 2
-        shaped = shape_run(run, *SHAPES[middle], keeps_length=keeps_length)
-        tried[middle] = trainer.train(shaped, n_devices)
-        makes_it = tried[middle].seconds <= seconds
-        low, high = (middle, high) if makes_it else (low, middle)
-    return [tried[place] for place in (low, high) if place in tried]
+        shaped = shape_run(run, LARGE_SHAPES[middle], keeps_length=keeps_length)
+        tried[middle] = estimator.estimate(shaped, n_devices)
+        is_in_time = tried[middle].seconds <= seconds
+        low, high = (middle, high) if is_in_time else (low, middle)
+    return [tried[number] for number in (low, high) if number in tried]
 
 
-def shape_run(run: Run, n_layers: int, d_model: int, *, keeps_length: bool) -> Run:
+def shape_run(run: Run, shape: tuple[int, int], *, keeps_length: bool) -> Run:
     """Returns a run with another model: head size 64, 128 from d_model 2048; d_ff 4 d_model.
 
-    SwiGLU, whose three matrices are to have as many parameters as these two, gets 8/3 d_model, in
-    multiples of 128. As many heads share keys and values as before, if they divide the heads.
+    The smallest models have two heads. SwiGLU, whose three matrices are to have as many parameters
+    as these two, gets 8/3 d_model, in multiples of 128. As many heads share keys and values as
+    before, if they divide the heads. The length becomes 20 tokens per parameter.
     """
-    d_head = 128 if d_model >= 2048 else 64
-    n_heads = d_model // d_head
+    n_layers, d_model = shape
+    n_heads = max(2, d_model // (128 if d_model >= 2048 else 64))
     group_size = math.gcd(n_heads, run.model.n_heads // run.model.n_key_value_heads)
     n_matrices = sum(len(layer.matrices) for layer in matmuls(run.model, "mlp"))
     size: rules.Changes = {
         "model.n_layers": n_layers,
         "model.d_model": d_model,
         "model.n_heads": n_heads,
-        "model.d_head": d_head,
+        "model.d_head": d_model // n_heads,
         "model.n_key_value_heads": n_heads // group_size,
         "model.d_ff": round(8 * d_model / n_matrices / 128) * 128,
     }
     shaped = rules.change(run, size)
     if keeps_length:
         return shaped
-    count = parameter_count(shaped.model, padded_vocabulary_size(shaped.model))
-    n_tokens = TOKENS_PER_PARAMETER * count
+    n_tokens = TOKENS_PER_PARAMETER * count_parameters(shaped)
     n_tokens = round(n_tokens, 3 - len(str(n_tokens)))  # three significant digits
-    length = Length(n_tokens, "tokens")
-    return rules.change(
-        shaped,
-        {
-            "train.length": length,
-            "train.batch_ramp": None,
-            "schedule.warmup": Length(n_tokens // 100, "tokens"),
-            "schedule.decay": length,
-        },
-    )
+    lengths: rules.Changes = {
+        "train.length": Length(n_tokens, "tokens"),
+        "train.batch_ramp": None,
+        "schedule.warmup": Length(n_tokens // 100, "tokens"),
+        "schedule.decay": Length(n_tokens, "tokens"),
+    }
+    return rules.change(shaped, lengths)
 
 
-def fewest_devices(run: Run, trainer: Trainer, seconds: float) -> list[TrainingEstimate]:
+def count_parameters(run: Run) -> int:
+    """Counts the parameters of a run's model."""
+    return parameter_count(run.model, padded_vocabulary_size(run.model))
+
+
+def fewest_devices(run: Run, estimator: Estimator, seconds: float) -> list[TrainingEstimate]:
     """Finds the fewest devices on which a run trains in time.
 
     Returns:
         the last number that was too few, and this one; if none does, only the highest one tried.
     """
-    found: list[TrainingEstimate] = []
-    for n_devices in _counts(run, trainer.machine, seconds):
-        found = [*found[-1:], trainer.train(run, n_devices)]
-        if found[-1].seconds <= seconds:
-            return found
-    return found[-1:]
+    tried: list[TrainingEstimate] = []
+    for n_devices in _device_counts(run, estimator.machine, seconds):
+        tried = [*tried[-1:], estimator.estimate(run, n_devices)]
+        if tried[-1].seconds <= seconds:
+            return tried
+    return tried[-1:]
 
 
-def _counts(run: Run, machine: Machine, seconds: float) -> Iterator[int]:
+def _device_counts(run: Run, machine: Machine, seconds: float) -> Iterator[int]:
     """Lists numbers of devices to try: parts of a node, then 1, 2, 3, 4, 6, 8, 12 .. nodes."""
     n_tokens = BatchSchedule(run).sequences(run.train.length) * run.model.sequence_length
     flops = n_tokens * model_flops_per_token(run.model, padded_vocabulary_size(run.model))

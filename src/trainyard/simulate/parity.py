@@ -30,15 +30,15 @@ from trainyard.config.run import Blend, Data, Run
 from trainyard.data.indexed import IndexedWriter
 from trainyard.data.loader import Loader, build_orders
 from trainyard.launch.heartbeat import Heartbeat, Phase
+from trainyard.layout.batches import BatchSchedule
+from trainyard.layout.resolve import Plan, resolve
 from trainyard.model.loss import IGNORE_INDEX
 from trainyard.optim.optimizer import build_optimizer
 from trainyard.parallel.mesh import build_mesh
 from trainyard.parallel.model import ParallelModel
 from trainyard.parallel.placement import local_part, place
-from trainyard.planning.batches import BatchSchedule
-from trainyard.planning.layout_check import N_STEPS
-from trainyard.planning.resolve import Plan, resolve
 from trainyard.precision.block_scaled import BlockScaledTensor
+from trainyard.simulate.shrink import N_STEPS
 from trainyard.training.state import State, TrainContext
 from trainyard.training.step import train_step
 

@@ -13,9 +13,10 @@ from pydantic import ValidationError
 from trainyard.config.load import build_run, load_run
 from trainyard.config.run import Run
 from trainyard.errors import ConfigError
-from trainyard.planning.batches import BatchSchedule
-from trainyard.planning.layout_check import N_STEPS, cover_pairs, describe_layout, plan_layout_check
-from trainyard.planning.resolve import resolve
+from trainyard.layout.batches import BatchSchedule
+from trainyard.layout.ranks import describe_layout
+from trainyard.layout.resolve import resolve
+from trainyard.simulate.shrink import N_STEPS, cover_pairs, plan_layout_check
 from trainyard.topology import AXES
 
 RECIPES = Path(__file__).parents[2] / "recipes"

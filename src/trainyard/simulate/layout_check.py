@@ -1,6 +1,6 @@
 """Tries a layout on this machine before the real job: a small run, sharded and on one device.
 
-    python -m trainyard.training.layout_check FOLDER
+    python -m trainyard.simulate.layout_check FOLDER
 
 is one rank of the sharded run, started by `check_layouts`. It trains each FOLDER/00-fp64.toml in
 the precision of its name, and writes outcomes beside them. Everything runs on the CPU.
@@ -28,9 +28,8 @@ from trainyard.launch.local import run_ranks
 from trainyard.log import build_logger
 from trainyard.parallel.model import MissingGradientError
 from trainyard.parallel.start import gather_facts, start_ranks
-from trainyard.planning.layout_check import DEGREE, LayoutCheck
 from trainyard.precision.float8 import refuse_device
-from trainyard.training.parity import (
+from trainyard.simulate.parity import (
     BOUNDS,
     Difference,
     IncompleteError,
@@ -40,6 +39,7 @@ from trainyard.training.parity import (
     save_outcome,
     train_three_steps,
 )
+from trainyard.simulate.shrink import DEGREE, LayoutCheck
 
 logger = logging.getLogger("trainyard")
 
@@ -125,7 +125,7 @@ def _train_ranks(folder: Path, n_ranks: int) -> None:
         train_cases(folder, Process())
         return
     watched = [sys.executable, "-P", "-m", "trainyard.launch.watched"]
-    command = [*watched, "trainyard.training.layout_check", str(folder)]
+    command = [*watched, "trainyard.simulate.layout_check", str(folder)]
     run_ranks(n_ranks, command, folder / "logs")
 
 

@@ -8,8 +8,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from trainyard.config.load import load_run
 from trainyard.config.run import FlopFormula, Model, Recompute
-from trainyard.model.gpt import GPT
-from trainyard.planning.flops import (
+from trainyard.layout.flops import (
     describe_formula,
     figures_by_formula,
     flops_per_token,
@@ -17,6 +16,7 @@ from trainyard.planning.flops import (
     model_flops_utilization,
     tflops_per_second_per_gpu,
 )
+from trainyard.model.gpt import GPT
 
 
 def printed_figure(
