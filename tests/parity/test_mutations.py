@@ -23,7 +23,7 @@ from trainyard.model import attention, linear, loss, positions
 from trainyard.model.gpt import GPT
 from trainyard.optim import clip, muon
 from trainyard.optim.adamw import AdamW
-from trainyard.parallel import context, mesh, tensor
+from trainyard.parallel import context, data, mesh, tensor
 from trainyard.parallel import model as parallel_model
 from trainyard.parallel.model import ParallelModel
 from trainyard.parallel.placement import local_part
@@ -193,6 +193,15 @@ def ring_sends_its_own_keys_again(patch: pytest.MonkeyPatch) -> None:
         return arrived
 
     patch.setattr(context, "_finish_shift", wrong)
+
+
+def gradients_of_replicas_not_added_up(patch: pytest.MonkeyPatch) -> None:
+    """In no row: training refuses it by itself, as tests/cli/test_check_layout.py shows."""
+
+    def wrong(model: Any, *_: Any, **__: Any) -> None:
+        model.set_requires_all_reduce(False)
+
+    patch.setattr(data, "prepare_micro_batch", wrong)
 
 
 @seen_in("cp2 ring zero0, muon rotary")
