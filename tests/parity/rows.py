@@ -233,7 +233,7 @@ class Row:
     def batch_size(self) -> int:
         """Sequences of a step: two for each stage on each rank, so that all there is to do is done.
 
-        What is computed in few digits has more, of which the errors are known (decision 013).
+        Low precisions have more, for which decision 013 derives the errors.
         """
         of, data = self.layout, self.layout.data
         is_exact = self.computed_in in ("fp64", "fp32") and "precision" not in of.sections

@@ -90,7 +90,7 @@ BUILDS = {"fp8_lowbit": build, "muon": build_muon}
 
 
 def begin(kind: str, layout: Layout, folder: Path) -> str:
-    """Trains 3 steps, of which one with low-precision state skips the second, and saves."""
+    """Trains 3 steps and saves; with low-precision state the second step is skipped."""
     context = BUILDS[kind](layout.n_ranks, folder, **layout.parallel)
     state = State.at_start(context)
     take_steps(context, state, 3, bad_step=1 if kind == "fp8_lowbit" else None)

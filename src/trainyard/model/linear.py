@@ -89,7 +89,7 @@ class Layer(nn.Module):
             there is none yet.
         n_parts: matrices whose rows alternate in the weight; in casts they follow each other.
         is_cast: whether passes use a cast of it.
-        collect: sums outputs over ranks, of which each has a part of them or of their rows; None
+        collect: sums over ranks the outputs of a layer that each rank has a part of; None
             if each has all. A bias comes after it.
     """
 
