@@ -32,8 +32,7 @@ from trainyard.errors import ConfigError, MachineError
 from trainyard.export.families import FAMILIES, GPT2, LLAMA, Family, find_family
 from trainyard.layout.batches import BatchSchedule
 from trainyard.layout.resolve import Plan, learning_rate
-from trainyard.model.gpt import GPT
-from trainyard.model.init import initialize
+from trainyard.model.gpt import GPT, initialize
 
 TRANSFORMERS, LITGPT = "transformers", "litgpt"
 PLAIN_TORCH, MEGATRON_CORE = "plain-torch", "megatron-core"

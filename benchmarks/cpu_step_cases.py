@@ -114,8 +114,7 @@ def batch(cell: Cell) -> tuple[Any, Any]:
 def build_our_model(cell: Cell) -> Any:
     import torch
 
-    from trainyard.model.gpt import GPT
-    from trainyard.model.init import initialize
+    from trainyard.model.gpt import GPT, initialize
 
     model = GPT(cell.model, cell.model.vocabulary_size, getattr(torch, cell.dtype))
     initialize(model, seed=1)

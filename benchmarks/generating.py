@@ -28,8 +28,7 @@ from trainyard.config.devices import is_cpu_of_amd
 from trainyard.config.load import load_run
 from trainyard.config.run import Model
 from trainyard.evaluation.generate import Sampling, generate
-from trainyard.model.gpt import GPT
-from trainyard.model.init import initialize
+from trainyard.model.gpt import GPT, initialize
 from trainyard.precision.policy import use_onednn
 
 NEW_TOKENS = 64

@@ -38,8 +38,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from trainyard.config.load import load_run
 from trainyard.config.run import Run
 from trainyard.layout.resolve import resolve
-from trainyard.model.gpt import GPT
-from trainyard.model.init import initialize
+from trainyard.model.gpt import GPT, initialize
 from trainyard.optim.adamw import AdamW
 from trainyard.optim.clip import StepStats, reduce_step_stats
 from trainyard.parallel.mesh import Mesh, keep_freed_memory

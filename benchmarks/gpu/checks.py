@@ -20,8 +20,7 @@ from trainyard.errors import CheckpointError
 from trainyard.launch.environment import Process
 from trainyard.model.attention import CausalAttention
 from trainyard.model.compiled import compile_blocks
-from trainyard.model.gpt import GPT
-from trainyard.model.init import initialize
+from trainyard.model.gpt import GPT, initialize
 from trainyard.parallel.mesh import choose_device
 
 SMALL = (

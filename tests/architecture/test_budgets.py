@@ -28,7 +28,7 @@ FILE_LINES = 600
 FUNCTION_LINES = 60
 FUNCTION_LINES_OF_LOOP_AND_STEP = 100
 PARAMETERS = 7
-TRAINING_CLOSURE_FILES = 74
+TRAINING_CLOSURE_FILES = 71
 NO_CODE = {
     *(tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE),
     *(tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER),
@@ -38,7 +38,7 @@ CODE_LINES: dict[str, int] = {
     "api": 1221,
     "bench": 965,
     "checkpoint": 1440,
-    "cli": 2659,
+    "cli": 2658,
     "config": 1856,
     "corpus": 4632,
     "data": 2021,
@@ -50,17 +50,17 @@ CODE_LINES: dict[str, int] = {
     "layout": 434,
     "model": 1218,
     "optim": 453,
-    "parallel": 1601,
+    "parallel": 1600,
     "planning": 2413,
     "precision": 338,
-    "report": 1808,
+    "report": 1807,
     "simulate": 1341,
-    "training": 1959,
+    "training": 1940,
 }
 """Lines of code by package, without blank ones, comments and docstrings. They only go down."""
-TOTAL_CODE_LINES = 33_401
+TOTAL_CODE_LINES = 33_379
 """Goes down to 29,000. To raise it takes a decision record that says what was removed first."""
-SOURCE_FILES = 225
+SOURCE_FILES = 222
 """Goes down to 200."""
 
 

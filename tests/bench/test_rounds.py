@@ -19,8 +19,7 @@ from trainyard.bench.rounds import BenchRun, Rounds, run_rounds
 from trainyard.config.load import load_run
 from trainyard.launch.environment import Process
 from trainyard.layout.resolve import resolve
-from trainyard.model.gpt import GPT
-from trainyard.model.init import initialize
+from trainyard.model.gpt import GPT, initialize
 
 H200 = "NVIDIA H200"
 

@@ -15,8 +15,7 @@ from trainyard.checkpoint.format import MANIFEST, Facts
 from trainyard.config.load import load_run
 from trainyard.config.run import Run
 from trainyard.data.vocabulary import Vocabulary, build_vocabulary, byte_symbols
-from trainyard.model.gpt import GPT
-from trainyard.model.init import initialize
+from trainyard.model.gpt import GPT, initialize
 
 
 @pytest.fixture(scope="session")

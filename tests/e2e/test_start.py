@@ -18,8 +18,7 @@ from trainyard.config.run import Run
 from trainyard.errors import CheckpointError, ConfigError, UserError
 from trainyard.export.huggingface import export_huggingface
 from trainyard.layout.resolve import resolve
-from trainyard.training.run_folder import open_run, read_history, write_run_folder
-from trainyard.training.start import ancestry
+from trainyard.training.run_folder import ancestry, open_run, read_history, write_run_folder
 
 SEAM, N_STEPS = 3, 6
 TENSOR = ["parallel.tensor=2", "parallel.zero_stage=0"]

@@ -6,8 +6,7 @@ import pytest
 import torch
 
 from trainyard.config.load import load_run
-from trainyard.model.gpt import GPT
-from trainyard.model.init import initialize
+from trainyard.model.gpt import GPT, initialize
 
 SEQUENCE_LENGTH = 16
 VOCABULARY_SIZE = 50

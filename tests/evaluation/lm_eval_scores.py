@@ -19,8 +19,7 @@ from trainyard.checkpoint.format import Facts
 from trainyard.checkpoint.save import save_checkpoint
 from trainyard.config.load import load_run
 from trainyard.export.huggingface import export_huggingface
-from trainyard.model.gpt import GPT
-from trainyard.model.init import initialize
+from trainyard.model.gpt import GPT, initialize
 
 ROOT = Path(__file__).parents[2]
 ITEMS = Path(__file__).parent / "tasks"

@@ -28,8 +28,7 @@ from trainyard.evaluation.trained import (
     read_trained_run,
 )
 from trainyard.layout.resolve import resolve
-from trainyard.model.gpt import GPT
-from trainyard.model.init import initialize
+from trainyard.model.gpt import GPT, initialize
 
 TEXT = "It was a dark and stormy night, and the café 漢 was closed; it was late. " * 3
 

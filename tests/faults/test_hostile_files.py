@@ -41,8 +41,7 @@ from trainyard.corpus.preparation.prepare import prepare
 from trainyard.corpus.preparation.train_tokenizer import train_tokenizer
 from trainyard.export.huggingface import export_huggingface
 from trainyard.layout.resolve import resolve
-from trainyard.model.gpt import GPT
-from trainyard.model.init import initialize
+from trainyard.model.gpt import GPT, initialize
 
 pytestmark = pytest.mark.exhaustive
 

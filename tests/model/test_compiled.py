@@ -25,8 +25,7 @@ from trainyard.config.run import Run
 from trainyard.model.attention import _Rotation
 from trainyard.model.compiled import compile_block
 from trainyard.model.dropout import _Dropout, sequence_seeds
-from trainyard.model.gpt import GPT
-from trainyard.model.init import initialize
+from trainyard.model.gpt import GPT, initialize
 from trainyard.model.linear import (
     PlainProduct,
     _KnownCast,

@@ -10,8 +10,7 @@ from torch import Tensor
 
 from trainyard.config.run import Model
 from trainyard.model.dropout import sequence_seeds
-from trainyard.model.gpt import GPT
-from trainyard.model.init import initialize
+from trainyard.model.gpt import GPT, initialize
 from trainyard.model.positions import (
     cumulative_lengths,
     document_mask,

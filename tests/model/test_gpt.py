@@ -13,8 +13,7 @@ from torch._dynamo.utils import counters
 from trainyard.config.run import Model, Recompute
 from trainyard.model.compiled import compile_blocks
 from trainyard.model.dropout import Dropout, sequence_seeds
-from trainyard.model.gpt import GPT
-from trainyard.model.init import initialize
+from trainyard.model.gpt import GPT, initialize
 from trainyard.model.linear import add_to_gradients, cast_once
 
 SHAPE = Model(

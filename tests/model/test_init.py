@@ -7,8 +7,7 @@ import torch
 
 from trainyard.architecture import ParameterSpec, parameters_of, stage_layers
 from trainyard.config.run import Model
-from trainyard.model.gpt import GPT
-from trainyard.model.init import initial_value, initialize
+from trainyard.model.gpt import GPT, initial_value, initialize
 
 SHAPE = Model(n_layers=3, d_model=64, n_heads=4, d_ff=256, sequence_length=32, vocabulary_size=500)
 

@@ -10,8 +10,7 @@ from torch import Tensor
 
 from trainyard.config.run import Model
 from trainyard.config.section import RotaryScaling
-from trainyard.model.gpt import GPT
-from trainyard.model.init import initialize
+from trainyard.model.gpt import GPT, initialize
 
 transformers = pytest.importorskip("transformers")
 

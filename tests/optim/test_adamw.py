@@ -4,8 +4,7 @@ import torch
 from benchmarks.baselines import build_adamw
 
 from trainyard.config.run import Model, Optimizer
-from trainyard.model.gpt import GPT
-from trainyard.model.init import initialize
+from trainyard.model.gpt import GPT, initialize
 from trainyard.optim.adamw import AdamW
 
 SHAPE = Model(n_layers=2, d_model=16, n_heads=2, d_ff=32, sequence_length=8, vocabulary_size=50)

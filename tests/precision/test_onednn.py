@@ -13,8 +13,7 @@ from torch import Tensor
 
 from trainyard.config.run import Model
 from trainyard.model.compiled import compile_blocks
-from trainyard.model.gpt import GPT
-from trainyard.model.init import initialize
+from trainyard.model.gpt import GPT, initialize
 from trainyard.model.linear import Linear
 from trainyard.parallel import model as parallel_model
 from trainyard.precision import policy

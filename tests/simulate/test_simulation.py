@@ -220,5 +220,5 @@ def test_no_weights_are_drawn(monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(name: str, *_: Any) -> Any:
         raise AssertionError(f"{name} is drawn")
 
-    monkeypatch.setattr("trainyard.model.init.initial_value", refuse)
+    monkeypatch.setattr("trainyard.model.gpt.initial_value", refuse)
     simulate(build_run("tp2"), 2, 0)

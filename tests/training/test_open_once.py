@@ -69,11 +69,13 @@ def test_a_resume_reads_each_file_once(
     counts = count_calls(monkeypatch)
     at_first_step: dict[tuple[str, str], int] = {}
 
+    train_steps = loop.train
+
     def note(*arguments: Any) -> Any:
         at_first_step.update(counts)
-        return loop.train(*arguments)
+        return train_steps(*arguments)
 
-    monkeypatch.setattr("trainyard.training.session.train", note)
+    monkeypatch.setattr("trainyard.training.loop.train", note)
     assert train(4) == 0
     assert at_first_step == {
         ("load_run", "tiny"): 1,

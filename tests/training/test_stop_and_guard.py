@@ -131,9 +131,9 @@ def test_a_spike_sends_the_run_back(
             self.n_steps += 1
             return str(StopReason("told to")) if self.n_steps == 18 + 5 else None
 
-    monkeypatch.setattr("trainyard.training.session.Stop", lambda *_: StopsAtStep20(None))
+    monkeypatch.setattr("trainyard.training.loop.Stop", lambda *_: StopsAtStep20(None))
     assert start(tmp_path / "parts", run) == StopReason("told to")
-    monkeypatch.setattr("trainyard.training.session.Stop", Stop)
+    monkeypatch.setattr("trainyard.training.loop.Stop", Stop)
     assert start(tmp_path / "parts", run) == DONE
     expected = load_tensors(checkpoint, "")
     newest = newest_checkpoint(tmp_path / "parts" / "checkpoints")

@@ -101,7 +101,7 @@ def test_stopped_and_resumed_equals_uninterrupted_to_the_last_bit(
         train={"micro_batch_size": accumulate},
     )
     assert start(tmp_path / "whole", run) == DONE
-    monkeypatch.setattr("trainyard.training.session.Stop", lambda *_: StopsAfter(5))
+    monkeypatch.setattr("trainyard.training.loop.Stop", lambda *_: StopsAfter(5))
     assert start(tmp_path / "parts", run) == StopReason("told to", 75)
     monkeypatch.undo()
     assert start(tmp_path / "parts", run, "must") == DONE

@@ -50,7 +50,7 @@ from trainyard.launch.signals import note_signals
 from trainyard.layout.ranks import find_topology, ranks_per_replica
 from trainyard.planning.clusters import find_machine
 from trainyard.planning.search import is_gpu
-from trainyard.training.start import RUNS, refuse_moved_run
+from trainyard.training.run_folder import RUNS, refuse_moved_run
 from trainyard.training.stop import refuse_stopped
 
 STAGES = ("download", "prepare", "train")

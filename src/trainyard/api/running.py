@@ -39,7 +39,7 @@ from trainyard.launch.lock import hold
 from trainyard.launch.program import run_program
 from trainyard.launch.restarts import note_refusal
 from trainyard.launch.supervise import SupervisedJob, exit_code_below, supervise
-from trainyard.training.start import CONVERTED, RUNS, is_huggingface, refuse_moved_run
+from trainyard.training.run_folder import CONVERTED, RUNS, is_huggingface, refuse_moved_run
 from trainyard.training.stop import INTERRUPTED, leave_when_told, refuse_stopped
 from trainyard.units import format_figure, format_number, format_seconds
 

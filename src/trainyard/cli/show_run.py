@@ -180,8 +180,7 @@ def show_checkpoint(path: Path, console: Console) -> None:
     from trainyard.checkpoint.format import read_manifest
     from trainyard.checkpoint.resume import find_checkpoint, format_value
     from trainyard.cli.check import describe_checkpoint
-    from trainyard.training.run_folder import read_history
-    from trainyard.training.start import ancestors_of, describe_ancestry
+    from trainyard.training.run_folder import ancestors_of, describe_ancestry, read_history
 
     checkpoint = find_checkpoint(path)
     manifest = read_manifest(checkpoint)

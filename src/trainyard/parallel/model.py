@@ -29,8 +29,7 @@ from trainyard.errors import MachineError
 from trainyard.layout.resolve import Plan
 from trainyard.model.attention import CUDNN, FLASH, attention_kernel, cudnn_can_attend
 from trainyard.model.compiled import compile_blocks
-from trainyard.model.gpt import GPT
-from trainyard.model.init import initialize
+from trainyard.model.gpt import GPT, initialize
 from trainyard.model.linear import add_to_gradients, cast_once
 from trainyard.model.positions import find_document_ends, pack_lengths
 from trainyard.parallel.context import apply_context_parallel, refuse_ring, take_shard

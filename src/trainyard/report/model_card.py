@@ -18,7 +18,7 @@ from trainyard.architecture import parameter_count
 from trainyard.report.figures import list_scores
 from trainyard.report.metrics import Line, read_metrics
 from trainyard.report.run_view import EVALUATION, load_facts, unused_settings
-from trainyard.training.start import ancestors_of, describe_ancestry
+from trainyard.training.run_folder import ancestors_of, describe_ancestry
 
 if TYPE_CHECKING:
     from trainyard.checkpoint.format import Manifest

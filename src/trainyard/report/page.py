@@ -39,8 +39,7 @@ from trainyard.report.figures import (
 )
 from trainyard.report.metrics import Line
 from trainyard.report.run_view import UNKNOWN, RunView, load_facts, read_run, unused_settings
-from trainyard.training.run_folder import read_history
-from trainyard.training.start import describe_ancestry
+from trainyard.training.run_folder import describe_ancestry, read_history
 from trainyard.units import format_number
 
 SAMPLES_SHOWN = 8  # of each prompt, from the first to the last

@@ -40,7 +40,7 @@ from trainyard.report.metrics import (
     is_finite,
     read_metrics,
 )
-from trainyard.training.start import Ancestor, ancestry
+from trainyard.training.run_folder import Ancestor, ancestry
 from trainyard.training.stop import INTERRUPTED
 
 EVALUATION = "evaluation.json"

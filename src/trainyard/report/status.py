@@ -20,7 +20,7 @@ from trainyard.report.charts import thin_out
 from trainyard.report.figures import list_scores
 from trainyard.report.metrics import Curve, Line, is_finite
 from trainyard.report.run_view import RunView, show
-from trainyard.training.start import describe_ancestry
+from trainyard.training.run_folder import describe_ancestry
 from trainyard.units import format_bytes, format_large, format_number, format_seconds
 
 NOT_KNOWN_YET = "not known yet"

@@ -32,8 +32,7 @@ from trainyard.layout.resolve import learning_rate, resolve
 from trainyard.layout.sizes import checkpoint_bytes, rank_bytes
 from trainyard.parallel.placement import Placement, is_writer, local_part, place
 from trainyard.training.metrics import Metrics
-from trainyard.training.run_folder import RunFiles, checkpoint_folder
-from trainyard.training.start import ANCESTRY, ancestry
+from trainyard.training.run_folder import ANCESTRY, RunFiles, ancestry, checkpoint_folder
 from trainyard.training.state import State, TrainContext
 from trainyard.training.stop import StopReason
 from trainyard.units import format_bytes

@@ -34,7 +34,7 @@ from trainyard.optim.clip import StepStats
 from trainyard.optim.optimizer import LocalOptimizer
 from trainyard.parallel.model import ParallelModel
 from trainyard.precision.scaler import LossScaler, SavedScale
-from trainyard.training.start import Ancestor
+from trainyard.training.run_folder import Ancestor
 
 ROLLBACK = "rollback: "
 LEAST_DEVIATIONS = (0.02, 0.5)

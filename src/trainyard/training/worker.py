@@ -34,6 +34,7 @@ from trainyard.precision.float8 import refuse_device
 from trainyard.precision.policy import warn_of_slow_precision
 from trainyard.training.checkpoints import load_state
 from trainyard.training.context import build_context, read_unread
+from trainyard.training.loop import train_to_the_end
 from trainyard.training.metrics import LogLines
 from trainyard.training.run_folder import (
     OpenRun,
@@ -42,7 +43,6 @@ from trainyard.training.run_folder import (
     open_run,
     refuse_what_is_not_built,
 )
-from trainyard.training.session import train_to_the_end
 from trainyard.training.stop import StopReason
 
 logger = logging.getLogger("trainyard")
