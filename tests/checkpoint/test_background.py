@@ -14,7 +14,7 @@ import torch
 from tests.waiting import WATCHDOG_SECONDS
 
 from trainyard.checkpoint import background
-from trainyard.checkpoint.background import AsyncCheckpointer, Retention, probe, remove_old
+from trainyard.checkpoint.background import AsyncCheckpointer, Retention, check_saving, remove_old
 from trainyard.checkpoint.format import list_checkpoints, read_manifest
 from trainyard.checkpoint.load import load_into, load_tensors
 from trainyard.checkpoint.resume import newest_checkpoint
@@ -303,13 +303,13 @@ def test_only_complete_ones_count(tmp_path, save):
 
 
 def test_a_folder_is_probed_without_a_trace(tmp_path):
-    probe(tmp_path / "run" / "checkpoints", 1000)
+    check_saving(tmp_path / "run" / "checkpoints", 1000)
     assert list((tmp_path / "run" / "checkpoints").iterdir()) == []
     with pytest.raises(MachineError, match=r"a checkpoint of 1049624\.6 TiB does not fit in .*run"):
-        probe(tmp_path / "run" / "checkpoints", 2**60)
+        check_saving(tmp_path / "run" / "checkpoints", 2**60)
     (tmp_path / "file").write_text("")
     with pytest.raises(MachineError, match=r"cannot write checkpoints to .*file: .*File exists"):
-        probe(tmp_path / "file", 1000)
+        check_saving(tmp_path / "file", 1000)
 
 
 @pytest.mark.gpu

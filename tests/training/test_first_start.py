@@ -16,7 +16,7 @@ from trainyard.config.run import Run
 from trainyard.doctor.diagnosis import PASS, REPLACE
 from trainyard.doctor.examine import compare_compiled
 from trainyard.errors import MachineError
-from trainyard.model.compiled import Trial, refuse_wrong_once
+from trainyard.model.compiled import Trial, compare_compiled_once
 from trainyard.model.linear import _RMSNorm
 
 pytestmark = [
@@ -40,12 +40,12 @@ def test_a_device_is_compared_once_and_refused_where_it_compiles_wrongly(
 ) -> None:
     model = load_run("smollm2-135m", ["model.d_head=16"]).run.model
     trial = Trial(model, torch.float32, "none", torch.device("cpu"))
-    refuse_wrong_once(trial, tmp_path)
+    compare_compiled_once(trial, tmp_path)
     plant_a_compiler_that_is_wrong(monkeypatch)
-    refuse_wrong_once(trial, tmp_path)
+    compare_compiled_once(trial, tmp_path)
     other = replace(trial, dtype=torch.bfloat16)
     with pytest.raises(MachineError, match=r"the gradient of .* differs .* by [0-9]+%") as found:
-        refuse_wrong_once(other, tmp_path)
+        compare_compiled_once(other, tmp_path)
     assert "train.compile=never" in found.value.hint and torch.__version__ in found.value.problem
     assert len([*tmp_path.glob("compiled/*")]) == 1
 

@@ -55,15 +55,15 @@ def test_a_planted_spike_is_told_and_left_out_by_policy(
     context = build_small_context(guard={"spikes": policy, "spike_window": 8})
     state = State.at_start(context)
     take_planted(context, state, 10, {}, monkeypatch)
-    assert state.flush() == []
+    assert state.read_outcomes() == []
     before = weights(context)
     (result,) = take_planted(context, state, 1, {10: planted}, monkeypatch)
     assert (result.spike.item(), result.skipped.item()) == (1, is_left_out)
     is_same = all(torch.equal(old, new) for old, new in zip(before, weights(context), strict=True))
     assert is_same == bool(is_left_out)
     take_planted(context, state, 2, {}, monkeypatch)
-    assert state.flush() == [10]
-    assert state.flush() == []
+    assert state.read_outcomes() == [10]
+    assert state.read_outcomes() == []
     left_out = {"from_sequence": 80, "to_sequence": 88, "step": 10, "why": "spike"}
     assert state.ranges == [left_out] * is_left_out
     assert state.skipped.total == is_left_out
@@ -73,7 +73,7 @@ def test_without_a_policy_nothing_is_a_spike(monkeypatch: pytest.MonkeyPatch) ->
     context = build_small_context(guard={"spikes": "off", "spike_window": 8})
     state = State.at_start(context)
     *_, last = take_planted(context, state, 10, {9: (100.0, 100.0)}, monkeypatch)
-    assert (last.spike.item(), last.skipped.item(), state.flush()) == (0, 0, [])
+    assert (last.spike.item(), last.skipped.item(), state.read_outcomes()) == (0, 0, [])
 
 
 @pytest.mark.parametrize("bad", [(math.nan, 1.0), (1.0, math.inf), (math.inf, 1.0)])
@@ -87,7 +87,7 @@ def test_what_is_not_finite_is_left_out_whatever_the_policy(
     assert [result.skipped.item() for result in results] == [1, 1]
     assert all(torch.equal(old, new) for old, new in zip(before, weights(context), strict=True))
     assert state.skipped.in_a_row == 2
-    assert state.flush() == []
+    assert state.read_outcomes() == []
     assert [each["why"] for each in state.ranges] == ["not finite"] * 2
     assert [each["from_sequence"] for each in state.ranges] == [0, BATCH]
 
@@ -179,7 +179,7 @@ def test_going_back_forgets_what_was_left_out_on_the_abandoned_way() -> None:
         ahead.step = step
         ahead.add(YES, NO, NO)
     ahead.step = 30
-    ahead.flush()
+    ahead.read_outcomes()
     saved = at_step(context, 20)
     saved.ranges = ahead.ranges[:1]
     saved.skip_data(ahead, 80, "spike at step 30")

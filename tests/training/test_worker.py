@@ -42,11 +42,17 @@ from trainyard.errors import (
 from trainyard.launch.environment import Process, code_checksum
 from trainyard.launch.heartbeat import Heartbeat
 from trainyard.layout.resolve import resolve
-from trainyard.parallel.mesh import HostClock, Mesh, build_mesh, choose_device, name_device_errors
+from trainyard.parallel.mesh import (
+    HostClock,
+    Mesh,
+    build_mesh,
+    choose_device,
+    explain_device_errors,
+)
 from trainyard.topology import Topology
 from trainyard.training import loop
-from trainyard.training.context import build_shared_orders, read_unread
-from trainyard.training.run_folder import open_run, refuse_what_is_not_built, write_run_folder
+from trainyard.training.context import build_shared_orders, hash_new_token_files
+from trainyard.training.run_folder import open_run, refuse_unsupported, write_run_folder
 from trainyard.training.state import State, TrainContext
 from trainyard.training.step import StepResult, train_step
 from trainyard.training.stop import DONE, Stop, StopReason
@@ -312,7 +318,7 @@ def test_a_full_gpu_is_one_message(
     plan, device = resolve(run, n_ranks), torch.device("cpu")
     with (
         pytest.raises(MachineError, match="does not fit into") as error,
-        name_device_errors(run, plan, device),
+        explain_device_errors(run, plan, device),
     ):
         raise torch.OutOfMemoryError(told)
     assert error.value.problem.endswith(
@@ -335,7 +341,7 @@ def test_what_has_no_deterministic_kernel_is_named(tiny_run: Run) -> None:
     device = choose_device(Process(), run)
     with (
         pytest.raises(ConfigError, match="put_ has no deterministic kernel for cpu"),
-        name_device_errors(run, resolve(run, 1), device),
+        explain_device_errors(run, resolve(run, 1), device),
     ):
         torch.zeros(2).put_(torch.tensor([0]), torch.ones(1))
 
@@ -459,7 +465,7 @@ def test_wandb_continues_one_run(
 @pytest.mark.skipif(HAS_WANDB, reason="the extra wandb is installed")
 def test_wandb_without_its_package(tiny_run: Run) -> None:
     with pytest.raises(ConfigError, match=r"log.wandb_project='yard' needs the package wandb"):
-        refuse_what_is_not_built(with_fields(tiny_run, log={"wandb_project": "yard"}))
+        refuse_unsupported(with_fields(tiny_run, log={"wandb_project": "yard"}))
 
 
 def test_data_without_a_record_is_read_once_by_all_ranks_together(
@@ -482,7 +488,7 @@ def test_data_without_a_record_is_read_once_by_all_ranks_together(
         mesh = build_mesh(Topology(shard=3), rank, torch.device("cpu"))
         describe_data(run)
         assert not read_here, "before the ranks have met, none reads"
-        read_unread(run, mesh, Heartbeat(), keeps=rank == 0)
+        hash_new_token_files(run, mesh, Heartbeat(), keeps=rank == 0)
         return len(read_here), data_fingerprint(run)
 
     counts, fingerprints = zip(*run_ranks(3, read), strict=True)
@@ -509,7 +515,9 @@ def test_ranks_that_see_other_data_are_told(
                 "cache_folder": str(tmp_path / f"cache{rank == 2}")}  # fmt: skip
         mesh = build_mesh(Topology(shard=3), rank, torch.device("cpu"))
         with pytest.raises(LaunchError) as caught:
-            read_unread(Run.model_validate({"data": data}), mesh, Heartbeat(), keeps=rank != 1)
+            hash_new_token_files(
+                Run.model_validate({"data": data}), mesh, Heartbeat(), keeps=rank != 1
+            )
         return caught.value.problem
 
     assert set(run_ranks(3, read)) == {"rank 2 of 3: the token files differ from those of rank 0"}

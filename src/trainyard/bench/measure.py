@@ -62,7 +62,7 @@ from trainyard.parallel.mesh import (
     build_mesh,
     choose_device,
     device_name,
-    name_device_errors,
+    explain_device_errors,
 )
 from trainyard.parallel.start import gather_facts, start_ranks
 from trainyard.precision.float8 import refuse_device
@@ -70,7 +70,7 @@ from trainyard.training.context import build_context
 from trainyard.training.metrics import peak_memory_bytes
 from trainyard.training.run_folder import OpenRun, RunFiles
 from trainyard.training.state import State, TrainContext
-from trainyard.training.step import WARM_UP_STEPS, restoring_collector, spare_collector, train_step
+from trainyard.training.step import COMPILE_STEPS, freeze_collector, train_step, unfreeze_collector
 
 COMMUNICATION = "communication"
 DATA, FORWARD, BACKWARD, OPTIMIZER, END = "data wait", "forward", "backward", "optimizer", ""
@@ -236,7 +236,10 @@ def run_job(
     end_part("config")
     device = choose_device(process, run)
     refuse_device(run, device)
-    with start_ranks(process, device, lambda: _facts(run)), name_device_errors(run, plan, device):
+    with (
+        start_ranks(process, device, lambda: _facts(run)),
+        explain_device_errors(run, plan, device),
+    ):
         mesh = build_mesh(plan.topology, process.rank, device)
         end_part("ranks")
         # Building the context does it again, from the cache filled here.
@@ -259,7 +262,7 @@ def _facts(run: Run) -> dict[str, str]:
     return gather_facts(text, data_fingerprint(run))
 
 
-@restoring_collector()
+@unfreeze_collector()
 def measure(
     training: TimedTraining, job: BenchJob, timeline: Timeline, mesh: Mesh, folder: Path
 ) -> dict[str, Any]:
@@ -287,7 +290,7 @@ def measure(
         timeline.clock.wait()
 
     train(job.steps.warm_up)
-    spare_collector(WARM_UP_STEPS)
+    freeze_collector(COMPILE_STEPS)
     n_timed = job.steps.timed
     if job.seconds:
         warm = timeline.clock.seconds(marks[1], marks[-1]) / (job.steps.warm_up - 1)

@@ -1,7 +1,7 @@
 """A benchmark's output: figures, a record with everything they depend on, and a table.
 
     tokens/s/GPU     tokens of the timed steps / their time / ranks
-    TFLOP/s/GPU      tokens/s/GPU x model FLOP per token (`planning.flops`, "megatron_causal")
+    TFLOP/s/GPU      tokens/s/GPU x model FLOP per token (`layout.flops`, "megatron_causal")
     MFU              that over the device's peak for the precision
     HFU              the same, with the matmuls that parallel.recompute repeats
 

@@ -249,7 +249,7 @@ def remove_old(folder: Path, keep: Retention) -> list[Path]:
     return removed
 
 
-def probe(folder: Path, total_bytes: int) -> None:
+def check_saving(folder: Path, total_bytes: int) -> None:
     """Checks, before training starts, that a checkpoint can be written.
 
     Args:

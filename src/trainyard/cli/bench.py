@@ -107,7 +107,7 @@ def _list_runs(run: Run, compare: str | None) -> list[BenchRun]:
     from trainyard.bench.rounds import BenchRun
     from trainyard.config.load import override_run
     from trainyard.config.precisions import FORMATS
-    from trainyard.training.run_folder import refuse_what_is_not_built
+    from trainyard.training.run_folder import refuse_unsupported
 
     kinds: list[str] = [run.precision.kind] if compare is None else compare.split(",")
     runs = []
@@ -119,7 +119,7 @@ def _list_runs(run: Run, compare: str | None) -> list[BenchRun]:
                 f"each at most once: {', '.join(FORMATS)}",
             )
         runs.append(BenchRun(kind, override_run(run, [f"precision.kind={kind}"])))
-        refuse_what_is_not_built(runs[-1].run)
+        refuse_unsupported(runs[-1].run)
     return runs
 
 

@@ -36,7 +36,7 @@ from trainyard.files import FILE_LIMIT_BYTES, read_file
 from trainyard.launch.environment import Process, refuse_missing_devices
 from trainyard.layout.resolve import resolve
 from trainyard.model.gpt import GPT
-from trainyard.parallel.mesh import build_mesh, choose_device, name_device_errors
+from trainyard.parallel.mesh import build_mesh, choose_device, explain_device_errors
 from trainyard.parallel.model import ParallelModel
 from trainyard.parallel.placement import local_part, place
 from trainyard.parallel.start import gather_facts, start_ranks
@@ -178,7 +178,7 @@ def open_predictor(
     def facts() -> dict[str, str]:
         return gather_facts(render_run(run), inputs) | {"checkpoint": trained.checkpoint.name}
 
-    with start_ranks(process, device, facts), name_device_errors(run, plan, device):
+    with start_ranks(process, device, facts), explain_device_errors(run, plan, device):
         mesh = build_mesh(plan.topology, process.rank, device)
         parallel_model = ParallelModel(run, plan, mesh, dtype, is_filled=True)
         _load_weights(trained, parallel_model)

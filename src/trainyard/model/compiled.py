@@ -160,7 +160,7 @@ def difference(expected: Tensor, found: Tensor) -> float:
     return float((a - b).norm()) / largest if largest else 0.0
 
 
-def refuse_wrong_once(trial: Trial, cache: Path) -> None:
+def compare_compiled_once(trial: Trial, cache: Path) -> None:
     """Compares gradients where no earlier run has: the same parts, device and software.
 
     Args:

@@ -66,9 +66,9 @@ class GPT(nn.Module):
     Attributes:
         layers: its layers by name, as `architecture.py` describes them.
         embedding: (V, D); also the tied head, if the stage ends with one.
-        blocks: by number in the whole model.
-        cross_entropy: of a stage with the loss.
-        position_table: of the tokens in a sequence.
+        blocks: this stage's blocks, by their number in the whole model.
+        cross_entropy: the loss; None in stages before the last.
+        position_table: what each token of a sequence needs to know of its position.
         end_id: last token of a document, if attention is within documents.
     """
 
@@ -89,7 +89,7 @@ class GPT(nn.Module):
         self.takes_tokens = blocks[0] == 0
         self.sequence_length = model.sequence_length
         self.position_table = PositionTable(model, compute_dtype)
-        # None of random tokens, as benchmarks read, ends a document.
+        # Benchmarks read random tokens and name no end: -1 is no token.
         end_id = -1 if model.end_of_document_id is None else model.end_of_document_id
         self.end_id = end_id if model.attention_within_documents else None
         self.embedding = _embedding(self.layers.get("embedding"))
@@ -169,7 +169,7 @@ class GPT(nn.Module):
     ) -> Tensor:
         """Computes the final hidden state of one more token of each text, (B, D), on a GPU.
 
-        No shape depends on its place, and the host need not know it: a CUDA graph can repeat this.
+        No tensor's shape depends on the position, so a CUDA graph can repeat this.
 
         Args:
             tokens: ids, (B,).
@@ -200,7 +200,7 @@ class GPT(nn.Module):
         return loss
 
     def score_sequences(self, hidden: Tensor, labels: Tensor) -> Tensor:
-        """Scores the labels of each sequence, (B, 2), by `score_sequences` of `model/loss.py`.
+        """Scores each sequence by `score_sequences` of `model/loss.py`, which names both columns.
 
         Args:
             hidden: from `forward`, (B, T, D).
@@ -216,10 +216,11 @@ class GPT(nn.Module):
         weight = self.head_weight[: self.vocabulary_size].to(hidden.dtype)
         return self.head_product(hidden, weight).float()
 
-    def layers_in_flight(self) -> list[Layer]:
-        """Lists the layers whose casts each micro batch in flight would make and hold.
+    def layers_with_shared_casts(self) -> list[Layer]:
+        """Lists the layers whose casts the micro batches of a step share.
 
-        Recomputed blocks hold none; on a CPU gradients of both ends keep the order of their sums.
+        Recomputed blocks keep none. On a CPU the embedding and the head are left out, so that their
+        gradients are summed in the order of one micro batch after another.
         """
         parts = [each for each in self.blocks.values() if each.recompute != "block"]
         ends = [end for end in (self.embedding, self.head) if end and not end.weight.is_cpu]
@@ -263,22 +264,22 @@ class Block(nn.Module):
             cache: keys and values of the tokens before, when generating.
         """
         if self.norm_place == "before":
-            mixed = self.attention(self.attention_norm(x), positions, cache)
+            attended = self.attention(self.attention_norm(x), positions, cache)
         else:
-            mixed = self.attention_norm(self.attention(x, positions, cache))
-        x = x + self.attention_dropout(mixed, positions.dropout_seeds, positions.tokens)
+            attended = self.attention_norm(self.attention(x, positions, cache))
+        x = x + self.attention_dropout(attended, positions.dropout_seeds, positions.tokens)
         if self.norm_place == "before":
-            changed = self.mlp(self.mlp_norm(x))
+            inner = self.mlp(self.mlp_norm(x))
         else:
-            changed = self.mlp_norm(self.mlp(x))
-        out: Tensor = x + self.mlp_dropout(changed, positions.dropout_seeds, positions.tokens)
+            inner = self.mlp_norm(self.mlp(x))
+        out: Tensor = x + self.mlp_dropout(inner, positions.dropout_seeds, positions.tokens)
         return out
 
 
 class MLP(nn.Module):
-    """Two linear layers with a GELU or SwiGLU between them.
+    """Two linear layers with a GELU between them, or SwiGLU.
 
-    The rows of `up` for SwiGLU are ordered (F, 2): gate and value of a feature.
+    For SwiGLU `up` holds both input matrices, its rows ordered (F, 2): gate and value of a feature.
     """
 
     def __init__(self, model: Model) -> None:

@@ -99,7 +99,7 @@ def keep_freed_memory() -> bool:
 
 
 @contextmanager
-def name_device_errors(run: Run, plan: Plan, device: torch.device) -> Iterator[None]:
+def explain_device_errors(run: Run, plan: Plan, device: torch.device) -> Iterator[None]:
     """Turns what a device cannot do into one message, with a change of the run that helps.
 
     Raises:

@@ -169,7 +169,7 @@ class ParallelModel:
         self.norm_weights = torch.tensor(shares, dtype=torch.float64, device=mesh.device)
         # FSDP already holds one cast of each weight.
         sharing = self.stages.values() if mesh.data is None else ()
-        self._layers = [layer for model in sharing for layer in model.layers_in_flight()]
+        self._layers = [layer for model in sharing for layer in model.layers_with_shared_casts()]
         self._pipeline: Pipeline | None = None
         if mesh.pipeline is not None:
             # Imported here: with it comes torch's compiler, which takes half a second.

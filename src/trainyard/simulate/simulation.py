@@ -41,7 +41,7 @@ from trainyard.planning.traffic import Axis, Collective, Traffic
 from trainyard.precision.float8 import build_product
 from trainyard.simulate.accounting import Accounting
 from trainyard.simulate.fake_world import fake_tensors, fake_world
-from trainyard.training.run_folder import refuse_what_is_not_built
+from trainyard.training.run_folder import refuse_unsupported
 from trainyard.training.state import State, TrainContext
 from trainyard.training.step import train_step
 
@@ -171,7 +171,7 @@ def prepare_simulation(run: Run, n_ranks: int) -> Plan:
         ConfigError: the run does not fit `n_ranks`, or cannot be trained.
     """
     # As with emulation, no device needs fp8 here.
-    refuse_what_is_not_built(change(run, {"precision.fp8.emulate": True}))
+    refuse_unsupported(change(run, {"precision.fp8.emulate": True}))
     if run.precision.formats.multiplies_in_fp8:
         build_product(run.precision.fp8)  # loads torchao, whose own tensors must not be fake
     return resolve(run, n_ranks)

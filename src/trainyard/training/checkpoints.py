@@ -312,21 +312,14 @@ class Saves:
         self._shown: SaveTimes | None = None
         self._n_failures = 0
 
-    def stop_request(self, step: int) -> str | None:
-        """Reports saves finished since the last step; returns a request as `Stop` does."""
+    def report_finished(self, step: int) -> str | None:
+        """Reports saves that finished or failed; after many failures, returns a request to stop."""
         times = self._saver.last
         if times is not None and times is not self._shown:
             self._shown = times
             self._n_failures = 0
-            self._metrics.write(
-                "save",
-                {
-                    "step": times.step,
-                    "stall_seconds": times.stall_seconds,
-                    "seconds": times.seconds,
-                    "bytes": times.n_bytes,
-                },
-            )
+            seconds = {"stall_seconds": times.stall_seconds, "seconds": times.seconds}
+            self._metrics.write("save", {"step": times.step, **seconds, "bytes": times.n_bytes})
             self._show(
                 step,
                 f"saved step {times.step}: {format_bytes(times.n_bytes)} in "
@@ -348,7 +341,7 @@ class Saves:
         """Waits for any save in flight, and reports it."""
         with suppress(MachineError):
             self._saver.wait()
-        self.stop_request(step)
+        self.report_finished(step)
 
     def finish(self, step: int) -> None:
         """Waits for the last save and reports it.
@@ -357,4 +350,4 @@ class Saves:
             MachineError: it failed.
         """
         self._saver.wait()
-        self.stop_request(step)
+        self.report_finished(step)

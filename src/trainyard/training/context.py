@@ -83,7 +83,7 @@ def build_context(opened: OpenRun, mesh: Mesh, heartbeat: Heartbeat) -> TrainCon
     )
 
 
-def read_unread(run: Run, mesh: Mesh, heartbeat: Heartbeat, *, keeps: bool) -> None:
+def hash_new_token_files(run: Run, mesh: Mesh, heartbeat: Heartbeat, *, keeps: bool) -> None:
     """Reads token files missing from records and caches: each block once, by one rank.
 
     Ranks that see the same files share the work. They synchronize every round, so that no rank

@@ -23,7 +23,7 @@ from trainyard.training.guard import describe_spikes, require_equal_copies, roll
 from trainyard.training.metrics import LogLines, Metrics
 from trainyard.training.run_folder import checkpoint_folder
 from trainyard.training.state import State, TrainContext
-from trainyard.training.step import restoring_collector, spare_collector, train_step
+from trainyard.training.step import freeze_collector, train_step, unfreeze_collector
 from trainyard.training.stop import DONE, LostFolderError, Stop, StopReason
 from trainyard.units import format_large
 
@@ -86,7 +86,7 @@ def train_to_the_end(context: TrainContext, state: State, log: LogLines) -> Stop
     return ending
 
 
-@restoring_collector()
+@unfreeze_collector()
 def train(
     context: TrainContext,
     state: State,
@@ -115,7 +115,7 @@ def train(
     run, plan = context.run, context.plan
     saves, vote = Saves(saver, metrics, show), StopVote(context.model.mesh)
     ending: StopReason | None = None
-    carried: str | None = None
+    request_before_rollback: str | None = None
     first_step = state.step
     while state.step < plan.n_steps and ending is None:
         with metrics.timing():
@@ -124,10 +124,12 @@ def train(
         state.step += 1
         metrics.add(result, n_sequences)
         show(state.step, "")
-        spare_collector(state.step - first_step)
+        freeze_collector(state.step - first_step)
 
-        request = vote.cast(carried or saves.stop_request(state.step) or stop.stop_request())
-        carried = None
+        # A StopReason as text; or SAVE: save and continue; or None.
+        request = request_before_rollback or saves.report_finished(state.step)
+        request = vote.cast(request or stop.stop_request())
+        request_before_rollback = None
         is_last = state.step == plan.n_steps
         ending = StopReason.of(request)
         log_now = is_last or every(state.step, run.log.interval)
@@ -135,22 +137,22 @@ def train(
         if log_now:
             show(state.step, metrics.write_steps(state, result))
         if log_now or save_now:
-            spikes = state.flush()
+            spikes = state.read_outcomes()
             stop_if_stuck(context, state)
             if spikes:
                 show(state.step, describe_spikes(context, spikes))
                 if run.guard.spikes == "rollback":
                     saves.pause(state.step)
                     state = roll_back(context, state, spikes[0], metrics, show)
-                    # After one more step, which saves what the rollback skipped.
-                    carried, ending = request, None
+                    # Stop after one more step, so that its checkpoint records the skipped data.
+                    request_before_rollback, ending = request, None
                     continue
         ending = DONE if is_last else ending
         held_out_loss = None
         if is_last or every(state.step, run.evaluate.interval):
             held_out_loss = evaluate(context, state, metrics, show)
-        samples = run.evaluate.sample_interval
-        if every(state.step, samples) or (is_last and samples):
+        sample_interval = run.evaluate.sample_interval
+        if every(state.step, sample_interval) or (is_last and sample_interval):
             show(state.step, sample(context, state, metrics))
         if every(state.step, run.guard.compare_interval):
             require_equal_copies(context, state)

@@ -2,7 +2,7 @@
 
 Throughput counts only the time of steps, not evaluation or saving: on a GPU the device's time, from
 events in its stream, as the host only queues a step there and is done long before.
-TFLOP/s is model FLOP per token x tokens per second (`planning.flops.model_flops_per_token`;
+TFLOP/s is model FLOP per token x tokens per second (`layout.flops.model_flops_per_token`;
 recomputation is not counted); MFU is that over the device's peak for the precision in use.
 """
 

@@ -117,7 +117,7 @@ class OpenRun:
         Raises:
             UserError: names the first.
         """
-        refuse_what_is_not_built(self.run)
+        refuse_unsupported(self.run)
         if self.files.vocabulary is not None:
             refuse_larger_vocabulary(self.run, len(self.files.vocabulary.tokens))
         return self.files.data_checksum
@@ -262,7 +262,7 @@ def write_tokenizer_folder(folder: Path, vocabulary: Vocabulary) -> None:
     save_vocabulary(vocabulary, folder / TOKENIZER_FOLDER / "tokenizer.json")
 
 
-def refuse_what_is_not_built(run: Run) -> None:
+def refuse_unsupported(run: Run) -> None:
     """Rejects runs that this installation can describe but not train.
 
     Raises:

@@ -262,7 +262,7 @@ class State:
 
     def as_json(self) -> dict[str, JsonValue]:
         """Returns the exact state for a checkpoint, except the step, after a flush."""
-        self.flush()
+        self.read_outcomes()
         known = _Saved(
             skipped_steps=self.skipped.total,
             data_offset=self.data_offset,
@@ -290,8 +290,8 @@ class State:
         self.skipped.add(skipped, handled_by_loss_scale)
         self._pending.append((self.step, torch.stack([skipped, spike])))
 
-    def flush(self) -> list[int]:
-        """Reads from the device the outcomes of steps since the last flush.
+    def read_outcomes(self) -> list[int]:
+        """Reads from the device what happened in the steps since the last call.
 
         Returns:
             the spikes, counted from 0, whether or not their update was skipped.

@@ -18,7 +18,8 @@ from trainyard.optim.clip import StepStats, reduce_step_stats
 from trainyard.parallel.mesh import Mesh
 from trainyard.training.state import State, TrainContext
 
-WARM_UP_STEPS = 2
+COMPILE_STEPS = 2
+"""The first steps of a process, which compile."""
 
 
 @dataclass(frozen=True)
@@ -37,7 +38,7 @@ class StepResult:
 
 
 def train_step(context: TrainContext, state: State) -> StepResult:
-    """Runs step `state.step`, counted from 0; it depends on the state and the weights only.
+    """Runs step `state.step`, counted from 0; it depends on state, weights and data only.
 
     Records the outcome in the state; the caller increments the step.
     """
@@ -47,39 +48,39 @@ def train_step(context: TrainContext, state: State) -> StepResult:
     _, totals = compute_gradients(context, step, state.data_offset, loss_scale)
     rate = learning_rate(run, context.plan, context.batches.consumed(step + 1))
     policy = run.guard.spikes
-    no = torch.zeros((), device=context.device)
-    spike = no if policy == "off" else state.spikes.judge(totals)
+    zero = torch.zeros((), device=context.device)
+    spike = zero if policy == "off" else state.spikes.judge(totals)
     skipped = (~totals.is_finite).float()
     if policy == "skip":
         skipped = torch.maximum(skipped, spike)
     context.optimizer.step(rate, totals.divisor(run.optimizer.clip_norm), skipped)
     context.model.zero_grad()
-    # A smaller scale only helps gradients: a non-finite loss was so before scaling.
+    # A smaller loss scale cannot mend a loss that is not finite: only gradients count.
     handled_by_loss_scale = (
-        no if scaler is None else scaler.update(totals.norm) * totals.loss.isfinite()
+        zero if scaler is None else scaler.update(totals.norm) * totals.loss.isfinite()
     )
     state.add(skipped, spike, handled_by_loss_scale)
     return StepResult(totals.loss, totals.norm, skipped, spike, rate)
 
 
-def spare_collector(n_steps: int) -> None:
-    """Takes what lives as long as the training from Python's collector, once the compiler is done.
+def freeze_collector(n_steps: int) -> None:
+    """Hides all live objects from Python's garbage collector once the steps that compile are done.
 
-    A full collection looks at half a million objects of torch: it would stall a step by 0.3 s, at
-    another time on each rank. Objects made later are collected as ever. `restoring_collector`
-    undoes it.
+    A full collection looks at half a million objects of torch: it would stall a step for 0.3 s, at
+    a different time on each rank. Objects made later are collected as usual.
+    `unfreeze_collector` undoes it.
 
     Args:
-        n_steps: done so far; the second is the last to compile.
+        n_steps: done so far.
     """
-    if n_steps == WARM_UP_STEPS:
+    if n_steps == COMPILE_STEPS:
         gc.collect()
         gc.freeze()
 
 
 @contextmanager
-def restoring_collector() -> Iterator[None]:
-    """Returns to the collector, at the end, what `spare_collector` took from it."""
+def unfreeze_collector() -> Iterator[None]:
+    """Shows the collector all objects again at the end."""
     try:
         yield
     finally:
@@ -108,7 +109,7 @@ def compute_gradients(
     if run.model.dropout:
         _seed_attention_dropout(run.train.seed, step, parallel_model.mesh)
         seeds = sequence_seeds(run.train.seed, step, dp_rank * len(tokens), len(tokens))
-    # Tokens of the whole batch; some may have no label.
+    # All tokens of the batch; `reduce_step_stats` corrects for those without a label.
     n_expected = dp_size * labels.numel()
     divisor = n_expected if loss_scale is None else n_expected / loss_scale
     context.heartbeat.enter("forward and backward", step)

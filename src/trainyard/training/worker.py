@@ -16,7 +16,7 @@ from typing import get_args
 
 import torch
 
-from trainyard.checkpoint.background import probe
+from trainyard.checkpoint.background import check_saving
 from trainyard.checkpoint.format import list_checkpoints
 from trainyard.config.load import render_run
 from trainyard.errors import UserError
@@ -25,15 +25,15 @@ from trainyard.launch.heartbeat import Heartbeat
 from trainyard.layout.sizes import checkpoint_bytes
 from trainyard.log import build_logger
 from trainyard.model.attention import CUDNN
-from trainyard.model.compiled import Trial, refuse_wrong_once
-from trainyard.parallel.mesh import build_mesh, choose_device, name_device_errors
+from trainyard.model.compiled import Trial, compare_compiled_once
+from trainyard.parallel.mesh import build_mesh, choose_device, explain_device_errors
 from trainyard.parallel.model import choose_attention, compiles_blocks
 from trainyard.parallel.start import gather_facts, start_ranks
 from trainyard.precision.block_scaled import torch_dtype
 from trainyard.precision.float8 import refuse_device
 from trainyard.precision.policy import warn_of_slow_precision
 from trainyard.training.checkpoints import load_state
-from trainyard.training.context import build_context, read_unread
+from trainyard.training.context import build_context, hash_new_token_files
 from trainyard.training.loop import train_to_the_end
 from trainyard.training.metrics import LogLines
 from trainyard.training.run_folder import (
@@ -41,7 +41,7 @@ from trainyard.training.run_folder import (
     Resume,
     checkpoint_folder,
     open_run,
-    refuse_what_is_not_built,
+    refuse_unsupported,
 )
 from trainyard.training.stop import StopReason
 
@@ -69,13 +69,13 @@ def run_worker(opened: OpenRun, resume: Resume = "auto", log: LogLines = "short"
     heartbeat.enter("start", 0)
     if process.rank > 0:
         logger.setLevel(logging.ERROR)  # rank 0 logs for all
-    refuse_what_is_not_built(run)
+    refuse_unsupported(run)
     refuse_missing_devices(torch.cuda.device_count())
     device = choose_device(process, run)
     refuse_device(run, device)
 
     def facts() -> dict[str, str]:
-        if process.rank == 0:  # here, so that the others hear of it
+        if process.rank == 0:  # here, so that its error reaches all ranks
             _check_first_rank(opened, resume, device)
         newest = next(iter(list_checkpoints(checkpoint_folder(opened.folder))), None)
         return gather_facts(render_run(run), files.data_checksum) | {
@@ -85,10 +85,10 @@ def run_worker(opened: OpenRun, resume: Resume = "auto", log: LogLines = "short"
 
     if process.n_ranks == 1:
         _check_first_rank(opened, resume, device)
-    with start_ranks(process, device, facts), name_device_errors(run, plan, device):
+    with start_ranks(process, device, facts), explain_device_errors(run, plan, device):
         warn_of_slow_precision(run, device)
         mesh = build_mesh(plan.topology, process.rank, device)
-        read_unread(run, mesh, heartbeat, keeps=process.local_rank == 0)
+        hash_new_token_files(run, mesh, heartbeat, keeps=process.local_rank == 0)
         context = build_context(opened, mesh, heartbeat)
         heartbeat.enter("load", 0)
         return train_to_the_end(context, load_state(context, files), log)
@@ -97,13 +97,13 @@ def run_worker(opened: OpenRun, resume: Resume = "auto", log: LogLines = "short"
 def _check_first_rank(opened: OpenRun, resume: Resume, device: torch.device) -> None:
     """Raises an error if `resume` does not fit, or a checkpoint or compiled block is wrong."""
     run = opened.run
-    probe(checkpoint_folder(opened.folder), checkpoint_bytes(run, opened.plan.n_parameters))
+    check_saving(checkpoint_folder(opened.folder), checkpoint_bytes(run, opened.plan.n_parameters))
     opened.files.find_checkpoint(resume)
     if compiles_blocks(run, device):
         dtype = torch_dtype(run.precision.formats.compute)
         takes_cudnn = choose_attention(run, dtype, device) == CUDNN
         trial = Trial(run.model, dtype, run.parallel.recompute, device, takes_cudnn)
-        refuse_wrong_once(trial, Path(run.data.cache_folder))
+        compare_compiled_once(trial, Path(run.data.cache_folder))
 
 
 def main() -> None:
