@@ -184,7 +184,9 @@ def _evaluate(
     vocabulary_size, size = context.run.model.vocabulary_size, context.run.train.global_batch_size
     order = context.test_order if split == "test" else context.valid_order
     if order is None:
-        show(state.step, "no evaluation: the valid split is empty, or evaluate.batches is 0")
+        is_off = context.run.evaluate.batches == 0
+        why = "evaluate.batches=0" if is_off else f"the {split} split is empty"
+        show(state.step, f"no evaluation: {why}")
         return None
     # A blend without weights may be shorter; ranks split whole batches.
     n_sequences = min(context.run.evaluate.batches * size, len(order))
@@ -219,7 +221,7 @@ def sample(context: TrainContext, state: State, metrics: Metrics) -> str:
         (new,) = generate(model, [ids], n_tokens, sampling, end)
         text = context.tokenizer.decode(new)
         metrics.write("sample", {"step": state.step, "prompt": prompt, "text": text})
-        texts.append(f"sample: {prompt}{text}")
+        texts.append(f"sample of {prompt!r}: {text}")
     return "\n".join(texts)
 
 
