@@ -10,9 +10,10 @@ from __future__ import annotations
 
 import itertools
 import math
+import re
 from collections.abc import Callable, Iterable, Iterator
 from operator import attrgetter
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
 from pydantic import BaseModel
 
@@ -43,36 +44,39 @@ _BF16: Changes = {"precision.kind": "bf16"}
 _1F1B: Changes = {"parallel.schedule": "1f1b"}
 _ZERO_1: Changes = {"parallel.zero_stage": 1}
 _ONE_CHUNK: Changes = {"parallel.chunks": 1}
+_FIELD = re.compile(rf"\b(?:{'|'.join(Run.model_fields)})(?:\.[a-z_0-9]+)+")
 _Section = TypeVar("_Section", bound=BaseModel)
 
 
-class Broken(NamedTuple):
-    """A rule that a run breaks."""
+Broken = tuple[str, list[Fix]]
+"""A rule that a run breaks, and fixes in order of preference.
 
-    rule: str
-    problem: str
-    fixes: tuple[Fix, ...] = ()
-    """In order of preference; the first that fixes this rule and breaks no other is suggested."""
+The rule names fields, whose values are filled in where it is shown. The first fix that repairs it
+and breaks no other rule is suggested.
+"""
 
 
 def disagreements(run: Run) -> list[str]:
     """Lists every rule that a run breaks, each with the nearest change that fixes it."""
-    broken = list(_check(run))
-    rules = {each.rule for each in broken}
+    broken = {**dict(_check(run)), **dict(_check_batches(run))}
 
-    def suggest(one: Broken) -> str:
-        allowed = rules - {one.rule}
-        changes = first_fix(run, one.fixes, lambda other: broken_rules(other).keys() <= allowed)
-        return f"; {NEAREST}{describe(run, changes)}" if changes else ""
+    def describe_broken(rule: str) -> str:
+        allowed = broken.keys() - {rule}
+        changes = first_fix(run, broken[rule], lambda other: broken_rules(other).keys() <= allowed)
+        return fill(rule, run) + (f"; {NEAREST}{describe(run, changes)}" if changes else "")
 
-    return [one.problem + suggest(one) for one in broken] + [
-        *secret_problems(run.model_dump()).values()
-    ]
+    return [*map(describe_broken, broken), *secret_problems(run.model_dump()).values()]
 
 
-def broken_rules(run: Run) -> dict[str, str]:
-    """Maps each rule that a run breaks to its problem."""
-    return {each.rule: each.problem for each in _check(run)}
+def broken_rules(run: Run, *, batches: bool = True) -> dict[str, str]:
+    """Maps each rule that a run breaks to its problem; `batches`: also those on batch sizes."""
+    checks = itertools.chain(_check(run), _check_batches(run) if batches else ())
+    return {rule: fill(rule, run) for rule, _ in checks}
+
+
+def fill(rule: str, run: Run) -> str:
+    """Puts the value of each field that a rule names behind its name."""
+    return _FIELD.sub(lambda f: f"{f[0]}={as_toml(attrgetter(f[0])(run))}", rule).replace('"', "'")
 
 
 def _check(run: Run) -> Iterator[Broken]:
@@ -81,7 +85,6 @@ def _check(run: Run) -> Iterator[Broken]:
     yield from _check_data_parallel(run)
     if run.precision.formats.multiplies_in_fp8:
         yield from _check_fp8(run)
-    yield from _check_batches(run)
     yield from _check_schedule(run)
 
 
@@ -163,17 +166,16 @@ def takes_cudnn(run: Run, capability: tuple[int, int] | None) -> bool:
 
 
 def _obstacles_to_cudnn(run: Run) -> list[str]:
-    """Lists the fields of a run that rule out cuDNN's attention, with their values."""
+    """Lists the fields of a run that rule out cuDNN's attention."""
     model = run.model
     obstacles = {
-        f"model.dropout={model.dropout}": model.dropout > 0,
-        "model.attention_within_documents=true": model.attention_within_documents,
-        "train.deterministic=true": run.train.deterministic,
-        "parallel.context_method='ring'": _is_ring(run),
-        f"precision.kind={run.precision.kind!r}": run.precision.formats.compute.n_bytes > 2,
-        f"model.sequence_length={model.sequence_length}": model.sequence_length % CUDNN_TOKENS,
-        f"model.d_head={model.d_head}": model.d_head % CUDNN_HEAD_MULTIPLE
-        or model.d_head > CUDNN_LARGEST_HEAD,
+        "model.dropout": model.dropout > 0,
+        "model.attention_within_documents": model.attention_within_documents,
+        "train.deterministic": run.train.deterministic,
+        "parallel.context_method": _is_ring(run),
+        "precision.kind": run.precision.formats.compute.n_bytes > 2,
+        "model.sequence_length": model.sequence_length % CUDNN_TOKENS,
+        "model.d_head": model.d_head % CUDNN_HEAD_MULTIPLE or model.d_head > CUDNN_LARGEST_HEAD,
     }
     return [field for field, rules_out in obstacles.items() if rules_out]
 
@@ -201,195 +203,159 @@ def _check_shards(run: Run) -> Iterator[Broken]:
     tensor, context, is_ring = parallel.tensor, parallel.context, _is_ring(run)
     alone: Changes = {"parallel.tensor": 1, "parallel.context": 1}
     # Groups of heads share keys and values; without groups, both fields are equal.
-    field = "n_heads" if model.n_heads == model.n_key_value_heads else "n_key_value_heads"
+    heads = "n_heads" if model.n_heads == model.n_key_value_heads else "n_key_value_heads"
     is_ulysses = parallel.context_method == "ulysses"
     if model.n_key_value_heads % (tensor * context if is_ulysses else tensor):
-        by_context = f" x parallel.context={context}" if is_ulysses else ""
-        yield Broken(
-            "heads",
-            f"model.{field}={model.n_key_value_heads} must be divisible by parallel.tensor={tensor}"
-            f"{by_context}: a rank has whole heads",
-            ("parallel.tensor", "parallel.context", {"parallel.context_method": "ring"}, alone),
+        ranks = f"parallel.tensor{' x parallel.context' if is_ulysses else ''}"
+        ring: Changes = {"parallel.context_method": "ring"}
+        yield (
+            f"model.{heads} must be divisible by {ranks}: a rank has whole heads",
+            ["parallel.tensor", "parallel.context", ring, alone],
         )
     if model.d_ff % tensor:
-        yield Broken(
-            "d_ff",
-            f"model.d_ff={model.d_ff} must be divisible by parallel.tensor={tensor}: "
-            "a rank has an equal part",
-            ("parallel.tensor",),
-        )
-    tokens = f"model.sequence_length={model.sequence_length} must be divisible by "
+        rule = "model.d_ff must be divisible by parallel.tensor: a rank has an equal part"
+        yield rule, ["parallel.tensor"]
+    tokens = "model.sequence_length must be divisible by"
     if model.sequence_length % (2 * context if is_ring else context):
-        yield Broken(
-            "context",
-            f"{tokens}{'2 x ' if is_ring else ''}parallel.context={context}: "
-            f"a rank has an equal part{' of each half' if is_ring else ''}",
-            ("parallel.context", "model.sequence_length", alone),
-        )
+        rule = f"{tokens} parallel.context: a rank has an equal part"
+        if is_ring:
+            rule = f"{tokens} 2 x parallel.context: a rank has an equal part of each half"
+        yield rule, ["parallel.context", "model.sequence_length", alone]
     elif parallel.sequence and model.sequence_length // context % tensor:
-        yield Broken(
-            "sequence",
-            f"{tokens}parallel.tensor={tensor} x parallel.context={context} when "
-            "parallel.sequence is true: a rank has an equal part",
-            ("parallel.tensor", "model.sequence_length", {"parallel.sequence": False}),
+        yield (
+            f"{tokens} parallel.tensor x parallel.context when parallel.sequence: "
+            "a rank has an equal part",
+            ["parallel.tensor", "model.sequence_length", {"parallel.sequence": False}],
         )
     if is_ring and model.dropout:
-        yield Broken(
-            "ring_dropout",
-            f"model.dropout={model.dropout} is incompatible with parallel.context_method='ring': "
-            "no rank has whole attention weights",
-            ({"parallel.context_method": "ulysses"}, {"model.dropout": 0.0}),
+        yield (
+            "model.dropout is incompatible with parallel.context_method: no rank has whole "
+            "attention weights",
+            [{"parallel.context_method": "ulysses"}, {"model.dropout": 0.0}],
         )
     if run.kernels.attention == "cudnn" and (obstacles := _obstacles_to_cudnn(run)):
-        yield Broken(
-            "cudnn",
-            f"kernels.attention='cudnn' is incompatible with {' and '.join(obstacles)}: it is not "
+        yield (
+            f"kernels.attention is incompatible with {' and '.join(obstacles)}: it is not "
             "deterministic, whole and causal, without dropout, in bf16 or fp16; of multiples of "
             f"{CUDNN_TOKENS} tokens, and heads of multiples of {CUDNN_HEAD_MULTIPLE} "
             f"up to {CUDNN_LARGEST_HEAD} values",
-            ({"kernels.attention": "auto"},),
+            [{"kernels.attention": "auto"}],
         )
 
 
 def _check_pipeline(run: Run) -> Iterator[Broken]:
-    parallel = run.parallel
-    pipeline, chunks, schedule = parallel.pipeline, parallel.chunks, parallel.schedule
-    if run.model.n_layers < pipeline * chunks:
-        yield Broken(
-            "stages",
-            f"model.n_layers={run.model.n_layers} is fewer than parallel.pipeline={pipeline} x "
-            f"parallel.chunks={chunks}: a stage needs at least one block",
-            ("parallel.pipeline", "parallel.chunks", {"parallel.pipeline": 1, **_ONE_CHUNK}),
+    parallel, chunks = run.parallel, run.parallel.chunks
+    schedule = parallel.schedule if parallel.pipeline > 1 else ""
+    if run.model.n_layers < parallel.pipeline * chunks:
+        yield (
+            "model.n_layers is fewer than parallel.pipeline x parallel.chunks: a stage needs at "
+            "least one block",
+            ["parallel.pipeline", "parallel.chunks", {"parallel.pipeline": 1, **_ONE_CHUNK}],
         )
-    if pipeline == 1:
-        if chunks > 1:
-            problem = f"parallel.chunks={chunks} needs parallel.pipeline above 1"
-            yield Broken("chunks", problem, (_ONE_CHUNK,))
+    if chunks > 1 and not schedule:
+        yield "parallel.chunks is incompatible with parallel.pipeline: no pipeline", [_ONE_CHUNK]
+    refused = "is incompatible with parallel.schedule:"
+    if chunks > 1 and schedule in ("gpipe", "1f1b"):
+        yield f"parallel.chunks {refused} it has one chunk per rank", [_ONE_CHUNK]
+    if chunks == 1 and schedule == "interleaved":
+        rule = f"parallel.chunks {refused} there is nothing to interleave"
+        yield rule, [{"parallel.chunks": 2}, _1F1B]
+    if schedule != "zero_bubble":
         return
-    refused = f" is incompatible with parallel.schedule={schedule!r}: "
-    if schedule in ("gpipe", "1f1b") and chunks > 1:
-        problem = f"parallel.chunks={chunks}{refused}it has one chunk per rank"
-        yield Broken("chunks", problem, (_ONE_CHUNK,))
-    if schedule == "interleaved" and chunks == 1:
-        problem = f"parallel.chunks=1{refused}there is nothing to interleave"
-        yield Broken("chunks", problem, ({"parallel.chunks": 2}, _1F1B))
-    if schedule == "zero_bubble":
-        yield from _check_zero_bubble(run)
-
-
-def _check_zero_bubble(run: Run) -> Iterator[Broken]:
-    parallel = run.parallel
-    refused = " is incompatible with parallel.schedule='zero_bubble': "
     if run.train.compile != "never":
-        yield Broken(
-            "zero_bubble_compile",
-            f"train.compile={run.train.compile!r}{refused}compiled blocks give wrong "
-            "gradients when the backward pass is split",
-            ({"train.compile": "never"},),
+        yield (
+            f"train.compile {refused} compiled blocks give wrong gradients when the backward pass "
+            "is split",
+            [{"train.compile": "never"}],
         )
     if parallel.recompute != "none":
-        yield Broken(
-            "zero_bubble_recompute",
-            f"parallel.recompute={parallel.recompute!r}{refused}it splits the backward pass, "
-            "and each part would recompute, which takes longer than the bubble",
-            ({"parallel.recompute": "none"},),
+        yield (
+            f"parallel.recompute {refused} each part of the split backward pass would recompute, "
+            "which takes longer than the bubble",
+            [{"parallel.recompute": "none"}],
         )
     if run.precision.formats.multiplies_in_fp8:
-        yield Broken(
-            "zero_bubble_fp8",
-            f"precision.kind={run.precision.kind!r}{refused}it splits the backward pass, and "
-            "each part would compute both gradients of a matmul, which takes longer than the "
-            "bubble",
-            (_1F1B, _BF16),
+        yield (
+            f"precision.kind {refused} each part of the split backward pass would compute both "
+            "gradients of a matmul, which takes longer than the bubble",
+            [_1F1B, _BF16],
         )
     if parallel.zero_stage == 3:
-        yield Broken(
-            "zero_bubble_sharding",
-            f"parallel.zero_stage=3{refused}weights are freed before the second part of the "
+        yield (
+            f"parallel.zero_stage {refused} weights are freed before the second part of the "
             "backward pass, and their gradients lost",
-            (_ZERO_1,),
+            [_ZERO_1],
         )
 
 
 def _check_data_parallel(run: Run) -> Iterator[Broken]:
     """Checks what is sharded, and the optimizer, whose state is."""
-    parallel, kind, formats = run.parallel, run.precision.kind, run.precision.formats
+    parallel, formats = run.parallel, run.precision.formats
     if parallel.zero_stage == 2 and parallel.pipeline > 1:
-        yield Broken(
-            "zero_pipeline",
-            f"parallel.zero_stage=2 is incompatible with parallel.pipeline={parallel.pipeline}: "
-            "a pipeline keeps unsharded gradients until the end of a step, so it would be stage 1",
-            (_ZERO_1,),
+        yield (
+            "parallel.zero_stage is incompatible with parallel.pipeline: a pipeline keeps "
+            "unsharded gradients until the end of a step, so it would be stage 1",
+            [_ZERO_1],
         )
     if parallel.data_replicate > 1 and parallel.zero_stage == 0:
-        yield Broken(
-            "data_replicate",
-            f"parallel.data_replicate={parallel.data_replicate} is incompatible with "
-            "parallel.zero_stage=0: every rank is already a replica",
-            (_ZERO_1,),
+        yield (
+            "parallel.data_replicate is incompatible with parallel.zero_stage: every rank is "
+            "already a replica",
+            [_ZERO_1],
         )
     if formats.reduced.is_scaled and parallel.zero_stage == 0:
-        yield Broken(
-            "zero_precision",
-            f"parallel.zero_stage=0 is incompatible with precision.kind={kind!r}: "
-            "gradients are sent in low precision, which an all-reduce cannot sum",
-            (_ZERO_1,),
+        yield (
+            "parallel.zero_stage is incompatible with precision.kind: gradients are sent in low "
+            "precision, which an all-reduce cannot sum",
+            [_ZERO_1],
         )
     if run.optimizer.kind != "adamw" and formats.matrices.states:
-        yield Broken(
-            "states",
-            f"optimizer.kind={run.optimizer.kind!r} is incompatible with precision.kind={kind!r}: "
-            "low-precision optimizer state supports AdamW only",
-            ({"optimizer.kind": "adamw"},),
+        yield (
+            "optimizer.kind is incompatible with precision.kind: low-precision optimizer state "
+            "supports AdamW only",
+            [{"optimizer.kind": "adamw"}],
         )
 
 
 def _check_fp8(run: Run) -> Iterator[Broken]:
-    kind, fp8 = run.precision.kind, run.precision.fp8
-    model, parallel, micro = run.model, run.parallel, run.train.micro_batch_size
-    multiple, why = fp8_multiple(run), f"fp8 matmuls need multiples of {FP8_MULTIPLE}"
-    if micro * model.sequence_length % (FP8_MULTIPLE * parallel.context):
-        yield Broken(
-            "fp8_tokens",
-            f"train.micro_batch_size={micro} x model.sequence_length={model.sequence_length} must "
-            f"be divisible by {FP8_MULTIPLE} x parallel.context={parallel.context} when "
-            f"precision.kind is {kind!r}: {why}",
-            ("parallel.context", "model.sequence_length", _BF16),
+    model, parallel, fp8 = run.model, run.parallel, run.precision.fp8
+    why = f"fp8 matmuls need multiples of {FP8_MULTIPLE}"
+    tokens = run.train.micro_batch_size * model.sequence_length
+    if tokens % (FP8_MULTIPLE * parallel.context):
+        yield (
+            "train.micro_batch_size x model.sequence_length must be divisible by "
+            f"{FP8_MULTIPLE} x parallel.context when precision.kind: {why}",
+            ["parallel.context", "model.sequence_length", _BF16],
         )
-    side = multiple * parallel.tensor
-    queries, keys = model.n_heads * model.d_head, model.n_key_value_heads * model.d_head
+    multiple = fp8_multiple(run)
     if run.precision.formats.scales_columns:
         why = f"{SCALED_COLUMNS} columns of a rank's shard share a scale"
-    sizes = {
-        "d_model": (f"model.d_model={model.d_model}", model.d_model % side),
-        "d_ff": (f"model.d_ff={model.d_ff}", model.d_ff % side),
-        "d_head": (
-            f"model.d_head={model.d_head} x model.n_heads={model.n_heads}, and x 2 "
-            f"model.n_key_value_heads={model.n_key_value_heads},",
-            {queries, keys} != {model.d_model} and (queries % side or 2 * keys % side),
-        ),
-    }
-    for field, (size, rest) in sizes.items():
-        if rest:
-            yield Broken(
-                f"fp8_{field}",
-                f"{size} must be divisible by {multiple} x parallel.tensor={parallel.tensor} when "
-                f"precision.kind is {kind!r}: {why}",
-                ("parallel.tensor", *([] if field == "d_model" else [f"model.{field}"]), _BF16),
+    queries, keys = model.n_heads * model.d_head, model.n_key_value_heads * model.d_head
+    heads = "model.d_head x model.n_heads, and x 2 model.n_key_value_heads,"
+    attention = [queries, 2 * keys] if {queries, keys} != {model.d_model} else []
+    sizes: list[tuple[str, list[int], list[Fix]]] = [
+        ("model.d_model", [model.d_model], []),
+        ("model.d_ff", [model.d_ff], ["model.d_ff"]),
+        (heads, attention, ["model.d_head"]),
+    ]
+    for size, values, fixes in sizes:
+        if any(value % (multiple * parallel.tensor) for value in values):
+            yield (
+                f"{size} must be divisible by {multiple} x parallel.tensor when precision.kind: "
+                f"{why}",
+                ["parallel.tensor", *fixes, _BF16],
             )
     if not fp8_blocks(run):
-        yield Broken(
-            "fp8_blocks",
-            f"precision.fp8.precise_blocks={fp8.precise_blocks} at each end covers all "
-            f"model.n_layers={model.n_layers}: no block would use fp8",
-            ({"precision.fp8.precise_blocks": 0}, _BF16),
+        yield (
+            "precision.fp8.precise_blocks at each end covers all model.n_layers: no block would "
+            "use fp8",
+            [{"precision.fp8.precise_blocks": 0}, _BF16],
         )
     if fp8.all_gather and fp8.scaling == "rowwise":
-        yield Broken(
-            "fp8_gather",
-            "precision.fp8.all_gather=true is incompatible with precision.fp8.scaling='rowwise': "
-            "a matmul and its gradient scale a weight along different dimensions",
-            ({"precision.fp8.scaling": "tensorwise"},),
+        yield (
+            "precision.fp8.all_gather is incompatible with precision.fp8.scaling: a matmul and "
+            "its gradient scale a weight along different dimensions",
+            [{"precision.fp8.scaling": "tensorwise"}],
         )
 
 
@@ -397,16 +363,15 @@ def _check_batches(run: Run) -> Iterator[Broken]:
     train, ramp = run.train, run.train.batch_ramp
     distance = train.global_batch_size - ramp.start if ramp else 0
     if ramp and (distance < 0 or distance % ramp.increment):
-        yield Broken(
-            "ramp",
-            f"train.batch_ramp goes from {ramp.start} to global_batch_size="
-            f"{train.global_batch_size}: not a whole number of increments of {ramp.increment}",
-            ("train.batch_ramp.increment", "train.batch_ramp.start"),
+        yield (
+            "from train.batch_ramp.start to train.global_batch_size is not a whole number of "
+            "train.batch_ramp.increment",
+            ["train.batch_ramp.increment", "train.batch_ramp.start"],
         )
     for field, size in batch_fields(run).items():
         if size % train.micro_batch_size:
-            problem = f"{field}={size} must be divisible by train.micro_batch_size="
-            yield Broken(field, f"{problem}{train.micro_batch_size}", ("train.micro_batch_size",))
+            rule = f"{field} must be divisible by train.micro_batch_size"
+            yield rule, ["train.micro_batch_size"]
 
 
 def _check_schedule(run: Run) -> Iterator[Broken]:
@@ -418,16 +383,11 @@ def _check_schedule(run: Run) -> Iterator[Broken]:
         lengths["train.batch_ramp.length"] = ramp.length
     for field, length in lengths.items():
         if not length.amount:
-            yield Broken(field, f"{field}={str(length)!r} must be positive")
-    lowest, peak = schedule.minimum_learning_rate, run.optimizer.learning_rate
-    if lowest > peak:
-        problem = f"schedule.minimum_learning_rate={lowest} is above optimizer.learning_rate={peak}"
-        yield Broken("rates", problem)
-    of_decay = f"schedule.decay={str(decay)!r}"
+            yield f"{field} must be positive", []
+    if schedule.minimum_learning_rate > run.optimizer.learning_rate:
+        yield "schedule.minimum_learning_rate is above optimizer.learning_rate", []
     if schedule.kind != "constant" and warmup.unit == decay.unit and warmup.amount >= decay.amount:
-        problem = f"schedule.warmup={str(warmup)!r} must be shorter than {of_decay}"
-        yield Broken("warmup", problem)
+        yield "schedule.warmup must be shorter than schedule.decay", []
     cools = schedule.kind == "warmup_stable_decay" and cooldown.unit == decay.unit
     if cools and cooldown.amount > decay.amount:
-        problem = f"schedule.cooldown={str(cooldown)!r} must not be longer than {of_decay}"
-        yield Broken("cooldown", problem)
+        yield "schedule.cooldown must not be longer than schedule.decay", []

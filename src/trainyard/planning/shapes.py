@@ -74,7 +74,7 @@ def _shapes_of_cut(cut: Run, n_devices: int) -> Iterator[Run]:
         update = {"sequence": sequence, "schedule": schedule, "chunks": chunks}
         parallel = cut.parallel.model_copy(update=update)
         ordered = cut.model_copy(update={"parallel": parallel})
-        if rules.broken_rules(ordered).keys() - rules.batch_fields(cut).keys():
+        if rules.broken_rules(ordered, batches=False):
             continue
         for size in micro_batches:
             train = cut.train.model_copy(update={"micro_batch_size": size})
