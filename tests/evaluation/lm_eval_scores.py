@@ -63,7 +63,7 @@ def measure(checkpoint: Path, folder: Path) -> dict[str, dict[str, Any]]:
     export_huggingface(checkpoint, folder / "gpt")
     for name, path in TASKS.items():
         (folder / f"{name}.jsonl").write_text(
-            "".join(json.dumps(row) + "\n" for row in _their_rows(name)), encoding="utf-8"
+            "".join(json.dumps(row) + "\n" for row in their_rows(name)), encoding="utf-8"
         )
         settings = {
             "include": str(Path(lm_eval.__file__).parent / "tasks" / path),
@@ -105,7 +105,7 @@ def _item(sample: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def _their_rows(name: str) -> list[dict[str, Any]]:
+def their_rows(name: str) -> list[dict[str, Any]]:
     """Returns the items with the columns of the Hugging Face Hub, which lm-eval reads."""
     lines = (ITEMS / f"{name}.jsonl").read_text(encoding="utf-8").split("\n")
     rows: list[dict[str, Any]] = [json.loads(line) for line in lines if line]

@@ -17,12 +17,13 @@ Papers: LAMBADA arXiv:1606.06031, HellaSwag 1905.07830, PIQA 1911.11641, ARC 180
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
+from inspect import Parameter, signature
 from pathlib import Path
 from typing import Any, Literal
 
-import msgspec
+from pydantic import ValidationError, validate_call
 
 from trainyard.errors import DataError
 from trainyard.extras import require
@@ -51,122 +52,63 @@ class Question:
     place: str = ""
 
 
-class Lambada(msgspec.Struct, frozen=True):
-    """A passage whose last word is to be predicted."""
-
-    text: str
-
-    def question(self) -> Question:
-        """The last word after all others."""
-        context, _, word = self.text.rpartition(" ")
-        return Question([(context, f" {word}")])
+def _lambada(text: str) -> Question:
+    """Predict the last word of a passage."""
+    context, _, word = text.rpartition(" ")
+    return Question([(context, f" {word}")])
 
 
-class HellaSwag(msgspec.Struct, frozen=True):
-    """The start of a text from WikiHow or of a video's captions, and endings."""
-
-    activity_label: str
-    ctx_a: str
-    ctx_b: str
-    endings: list[str]
-    label: int
-
-    def question(self) -> Question:
-        """The endings after activity and context."""
-        context = f"{self.activity_label}: {self.ctx_a} {self.ctx_b.capitalize()}"
-        return _choices(_clean(context), map(_clean, self.endings), self.label)
+def _hellaswag(
+    activity_label: str, ctx_a: str, ctx_b: str, endings: list[str], label: int
+) -> Question:
+    """Choose the end of a text from WikiHow or of a video's captions."""
+    context = f"{activity_label}: {ctx_a} {ctx_b.capitalize()}"
+    return _choices(_clean(context), map(_clean, endings), label)
 
 
-class Piqa(msgspec.Struct, frozen=True):
-    """A goal and two ways to it."""
-
-    goal: str
-    sol1: str
-    sol2: str
-    label: int
-
-    def question(self) -> Question:
-        """The ways as answers."""
-        return _choices(f"Question: {self.goal}\nAnswer:", (self.sol1, self.sol2), self.label)
+def _piqa(goal: str, sol1: str, sol2: str, label: int) -> Question:
+    """Choose between two ways to a goal."""
+    return _choices(f"Question: {goal}\nAnswer:", (sol1, sol2), label)
 
 
-class ArcChoice(msgspec.Struct, frozen=True):
-    """An answer and its letter or number."""
-
-    text: str
-    label: str
-
-
-class ArcQuestion(msgspec.Struct, frozen=True):
-    """A question of an examination, and its answers."""
-
-    stem: str
-    choices: list[ArcChoice]
-
-
-class ArcColumns(msgspec.Struct, frozen=True):
-    """The answers as the Hugging Face Hub has them."""
-
-    text: list[str]
-    label: list[str]
+def _arc(
+    question: dict[str, Any] | str, answerKey: str, choices: dict[str, list[str]] | None = None
+) -> Question:
+    """Answer a question of an examination; the Hub has its choices in a column of their own."""
+    if isinstance(question, str):
+        stem, columns = question, choices or {}
+    else:
+        stem, answers = str(question["stem"]), question["choices"]
+        columns = {key: [str(answer[key]) for answer in answers] for key in ("text", "label")}
+    texts, letters = columns["text"], columns["label"]
+    if answerKey not in letters:
+        raise ValueError(f"answerKey {answerKey!r} is not one of {letters}")
+    return _choices(f"Question: {stem}\nAnswer:", texts, letters.index(answerKey))
 
 
-class Arc(msgspec.Struct, frozen=True):
-    """A question of an examination, with the key to it."""
-
-    asked: ArcQuestion | str = msgspec.field(name="question")
-    answer_key: str = msgspec.field(name="answerKey")
-    choices: ArcColumns = ArcColumns([], [])
-
-    def question(self) -> Question:
-        """The answers."""
-        stem, texts, letters = self.asked, self.choices.text, self.choices.label
-        if isinstance(stem, ArcQuestion):
-            texts = [choice.text for choice in stem.choices]
-            letters = [choice.label for choice in stem.choices]
-            stem = stem.stem
-        if self.answer_key not in letters:
-            raise ValueError(f"answerKey {self.answer_key!r} is not one of {letters}")
-        return _choices(f"Question: {stem}\nAnswer:", texts, letters.index(self.answer_key))
+def _winogrande(sentence: str, option1: str, option2: str, answer: Literal["1", "2"]) -> Question:
+    """Fill the gap, _, of a sentence: the same rest after either option (partial scoring)."""
+    start, gap, rest = sentence.partition("_")
+    if not gap:
+        raise ValueError(f"the sentence {sentence!r} has no gap _")
+    pairs = [(start + option, f" {rest.strip()}") for option in (option1, option2)]
+    return Question(pairs, int(answer) - 1)
 
 
-class Winogrande(msgspec.Struct, frozen=True):
-    """A sentence with a gap, _, and two options for it."""
-
-    sentence: str
-    option1: str
-    option2: str
-    answer: Literal["1", "2"]
-
-    def question(self) -> Question:
-        """The same rest of the sentence after either option (partial scoring)."""
-        start, gap, rest = self.sentence.partition("_")
-        if not gap:
-            raise ValueError(f"the sentence {self.sentence!r} has no gap _")
-        options = (self.option1, self.option2)
-        pairs = [(start + option, f" {rest.strip()}") for option in options]
-        return Question(pairs, int(self.answer) - 1)
+def _blimp(sentence_good: str, sentence_bad: str) -> Question:
+    """Prefer the grammatical sentence, without context."""
+    return Question([("", f" {text}") for text in (sentence_good, sentence_bad)])
 
 
-class Blimp(msgspec.Struct, frozen=True):
-    """A grammatical sentence and one that is not."""
-
-    sentence_good: str
-    sentence_bad: str
-
-    def question(self) -> Question:
-        """Both sentences, without context."""
-        return Question([("", f" {text}") for text in (self.sentence_good, self.sentence_bad)])
-
-
-# A file is of the first kind whose fields all are in its first line.
-KINDS: dict[str, type[Any]] = {
-    "hellaswag": HellaSwag,
-    "piqa": Piqa,
-    "arc": Arc,
-    "winogrande": Winogrande,
-    "blimp": Blimp,
-    "lambada": Lambada,
+# The parameters of a kind are the fields of its lines. A file is of the first kind whose required
+# fields are all in its first line.
+KINDS: dict[str, Callable[..., Question]] = {
+    "hellaswag": _hellaswag,
+    "piqa": _piqa,
+    "arc": _arc,
+    "winogrande": _winogrande,
+    "blimp": _blimp,
+    "lambada": _lambada,
 }
 
 
@@ -203,23 +145,29 @@ def _read_task(source: str) -> Task:
     kind = kind if kind in KINDS else _recognize(rows[0][1], path)
     if kind == "piqa" and "label" not in rows[0][1]:
         rows = _add_labels(rows, path)
+    build, fields = validate_call(KINDS[kind]), signature(KINDS[kind]).parameters
     questions = []
     for place, row in rows:
         try:
-            question: Question = msgspec.convert(row, KINDS[kind], strict=False).question()
+            question = build(**{field: row[field] for field in fields if field in row})
             if question.gold not in range(len(question.pairs)):
                 raise ValueError(f"label {question.gold} of {len(question.pairs)} choices")
             "".join(map("".join, question.pairs)).encode()  # half a character has no bytes
-        except (ValueError, msgspec.ValidationError) as error:
-            raise DataError(f"{place}: not a line of {kind}: {error}", _FORMAT) from None
+        except (ValueError, KeyError, TypeError) as error:
+            problem = f"no field {error}" if isinstance(error, KeyError) else str(error)
+            if isinstance(error, ValidationError):
+                first = error.errors(include_url=False)[0]
+                problem = f"{'.'.join(map(str, first['loc']))}: {first['msg']}"
+            raise DataError(f"{place}: not a line of {kind}: {problem}", _FORMAT) from None
         questions.append(replace(question, place=place))
     return Task(f"{kind}/{path.stem}", questions)
 
 
 def _recognize(row: dict[str, Any], path: Path) -> str:
-    for kind, line in KINDS.items():
+    for kind, build in KINDS.items():
         # A missing answer has a message of its own; those of PIQA are in another file.
-        fields = {field.encode_name for field in msgspec.structs.fields(line) if field.required}
+        parameters = signature(build).parameters.values()
+        fields = {each.name for each in parameters if each.default is Parameter.empty}
         if fields - _KEYS <= row.keys():
             return kind
     raise DataError(
