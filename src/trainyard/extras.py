@@ -9,8 +9,12 @@ import shlex
 import shutil
 import sys
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from trainyard.errors import MachineError
+
+if TYPE_CHECKING:
+    from importlib.metadata import Distribution
 
 DISTRIBUTION = "trainyard-gpt"
 REQUIREMENT = re.compile(r"([\w.-]+).*\bextra == ['\"](\w+)['\"]")
@@ -44,7 +48,8 @@ def install_command(extra: str) -> str:
     from urllib.request import url2pathname
 
     options, place = "", DISTRIBUTION
-    origin = json.loads(_distribution_file("direct_url.json") or "{}")
+    distribution = _distribution()
+    origin = json.loads((distribution and distribution.read_text("direct_url.json")) or "{}")
     if "dir_info" in origin:
         folder = Path(url2pathname(urlsplit(origin["url"]).path))
         if folder.is_dir():
@@ -63,20 +68,17 @@ def _installer() -> str:
 
 
 def _extras() -> dict[str, str]:
-    from importlib import metadata  # which takes 20 ms, and is needed on few starts
-
-    try:
-        requirements = metadata.requires(DISTRIBUTION) or []
-    except metadata.PackageNotFoundError:  # a source tree that is not installed
-        return {}
+    distribution = _distribution()
+    requirements = (distribution and distribution.requires) or []
     found = (REQUIREMENT.match(requirement) for requirement in requirements)
     return {match[1].lower().replace("-", "_"): match[2] for match in found if match}
 
 
-def _distribution_file(name: str) -> str | None:
-    from importlib import metadata
+def _distribution() -> Distribution | None:
+    """Finds this installation; None in a source tree that is not installed."""
+    from importlib import metadata  # which takes 20 ms, and is needed on few starts
 
     try:
-        return metadata.distribution(DISTRIBUTION).read_text(name)
+        return metadata.distribution(DISTRIBUTION)
     except metadata.PackageNotFoundError:
         return None

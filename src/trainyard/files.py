@@ -85,24 +85,41 @@ def parse_json(text: str | bytes) -> Any:
         raise ValueError("it nests too deeply") from None
 
 
+@contextmanager
+def replacing(path: Path, hint: str, mark: str = "") -> Iterator[BinaryIO]:
+    """Opens a file that takes the name `path` when it is complete and on the disk.
+
+    Args:
+        path: its name.
+        hint: the alternative to more space on the disk.
+        mark: distinguishes it from others that are written under this name at the same time.
+
+    Raises:
+        MachineError: the disk is full or the folder cannot be written.
+    """
+    partial = path.with_name(f"{path.name}{mark}.partial")
+    try:
+        with partial.open("wb") as file:
+            yield file
+            file.flush()
+            os.fsync(file.fileno())
+        partial.replace(path)
+    except OSError as error:
+        problem = f"{path} cannot be written: {error.strerror}"
+        raise MachineError(problem, f"{SPACE}, or {hint}") from error
+    finally:
+        with suppress(OSError):  # a read-only file system refuses this even for a missing file
+            partial.unlink()
+
+
 def publish_text(path: Path, text: str) -> None:
     """Writes a UTF-8 file under a temporary name beside it, then renames it.
 
     Raises:
         MachineError: the disk is full or the folder cannot be written.
     """
-    partial = path.with_name(f"{path.name}.partial")
-    try:
-        with partial.open("w", encoding="utf-8") as file:
-            file.write(text)
-            file.flush()
-            os.fsync(file.fileno())
-        partial.replace(path)
-    except OSError as error:
-        with suppress(OSError):  # a read-only file system refuses this even for a missing file
-            partial.unlink(missing_ok=True)
-        hint = f"{SPACE}, or choose another folder; then run the same command again"
-        raise MachineError(f"{path} cannot be written: {error.strerror}", hint) from error
+    with replacing(path, "choose another folder; then run the same command again") as file:
+        file.write(text.encode())
 
 
 def seal(content: bytes) -> bytes:

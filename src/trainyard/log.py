@@ -145,13 +145,7 @@ def show_progress(title: str, *, plain_lines: bool = True) -> Iterator[ProgressU
         title: name of the job.
         plain_lines: without a terminal, print a line every few seconds.
     """
-    from rich.progress import (
-        BarColumn,
-        Progress,
-        TaskProgressColumn,
-        TextColumn,
-        TimeRemainingColumn,
-    )
+    from rich import progress as bars
 
     console = build_console(stderr=True)
     # FORCE_COLOR, which Jupyter sets, asks for colours, not for a bar in a file.
@@ -159,13 +153,13 @@ def show_progress(title: str, *, plain_lines: bool = True) -> Iterator[ProgressU
         yield _PlainProgress(title, PLAIN_LINE_EVERY_SECONDS if plain_lines else float("inf"))
         return
     columns = (
-        TextColumn("{task.description}"),
-        BarColumn(),
-        TaskProgressColumn(),
-        TimeRemainingColumn(),
-        TextColumn("{task.fields[detail]}"),
+        bars.TextColumn("{task.description}"),
+        bars.BarColumn(),
+        bars.TaskProgressColumn(),
+        bars.TimeRemainingColumn(),
+        bars.TextColumn("{task.fields[detail]}"),
     )
-    with Progress(*columns, console=console) as progress:
+    with bars.Progress(*columns, console=console) as progress:
         task = progress.add_task(title, total=None, detail="")
 
         def update(done: float, total: float, detail: str = "") -> None:

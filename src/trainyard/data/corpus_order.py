@@ -18,7 +18,7 @@ arrays equal Megatron-LM's bit for bit; it calls `sequence_index` sample_index.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -87,7 +87,7 @@ class CorpusOrder:
         dataset: IndexedDataset,
         settings: SequenceSettings,
         plan: EpochPlan,
-        arrays: tuple[Array, Array, Array],
+        arrays: Sequence[Array],
     ) -> None:
         self.dataset = dataset
         self.settings = settings
@@ -147,13 +147,10 @@ def build_corpus_order(
     lengths = dataset.load_sequence_lengths(documents)
     epoch_tokens = int(lengths.sum(dtype=np.int64))
     where = f"{dataset.prefix}: documents {documents.start} to {documents.stop} of {len(dataset)}"
-    if epoch_tokens == 0:
-        raise DataError(f"{where} hold no tokens", "give this split a larger share of the corpus")
-    plan = plan_corpus(epoch_tokens, asked, settings)
+    plan = plan_corpus(max(1, epoch_tokens), asked, settings)
     n_slots = plan.n_epochs * len(documents)
-    if plan.n_sequences < 1 or (
-        n_slots > _LARGEST_INT32 and epoch_tokens <= settings.sequence_length
-    ):
+    is_short = epoch_tokens <= settings.sequence_length  # and repeated, if possible
+    if not epoch_tokens or plan.n_sequences < 1 or (is_short and n_slots > _LARGEST_INT32):
         raise DataError(
             f"{where} hold {epoch_tokens} tokens, too few for one sequence of "
             f"{settings.sequence_length + 1}",
@@ -168,40 +165,32 @@ def build_corpus_order(
         drop_last_partial=True,
         settings={**asdict(settings), "extra_token": True, "drop_last_partial": True},
     )
-    arrays = _load_or_build(lengths, documents.start, plan, settings, cache, key)
+    shuffle_dtype = np.dtype(np.uint32 if plan.n_sequences < 2**32 - 2 else np.int64)
+    stored = [
+        ("document_index", (n_slots,), _index_dtype(documents.stop)),
+        ("sequence_index", (plan.n_sequences + 1, 2), _index_dtype(n_slots)),
+        ("shuffle_index", (plan.n_sequences,), shuffle_dtype),
+    ]
+    arrays = cache.load_or_build(
+        key, stored, lambda: _build_arrays(lengths, documents.start, plan, settings)
+    )
     return CorpusOrder(dataset, settings, plan, arrays)
 
 
-def _load_or_build(
-    lengths: NDArray[np.int32],
-    first_document: int,
-    plan: EpochPlan,
-    settings: SequenceSettings,
-    cache: IndexCache,
-    key: str,
-) -> tuple[Array, Array, Array]:
-    n_slots, n_sequences = plan.n_epochs * len(lengths), plan.n_sequences
-    document_dtype = _index_dtype(first_document + len(lengths))
-    shuffle_dtype = np.dtype(np.uint32 if n_sequences < 2**32 - 2 else np.int64)
-    document_array = (f"{key}-document_index", (n_slots,), document_dtype)
-    sequence_array = (f"{key}-sequence_index", (n_sequences + 1, 2), _index_dtype(n_slots))
-    shuffle_array = (f"{key}-shuffle_index", (n_sequences,), shuffle_dtype)
-    document_index = cache.load(*document_array)
-    sequence_index = cache.load(*sequence_array)
-    shuffle_index = cache.load(*shuffle_array)
-    if document_index is not None and sequence_index is not None and shuffle_index is not None:
-        return document_index, sequence_index, shuffle_index
+def _build_arrays(
+    lengths: NDArray[np.int32], first_document: int, plan: EpochPlan, settings: SequenceSettings
+) -> Iterator[Iterator[Array]]:
+    """Yields the slabs of the three arrays of an order, one array after another."""
     random = np.random.RandomState(settings.seed)
     slots = _shuffled_documents(len(lengths), plan, random)
-    document_index = cache.save(*document_array, (slab + first_document for slab in _slabs(slots)))
-    pieces = sequence_index_slabs(lengths, slots, n_sequences, settings)
-    sequence_index = cache.save(*sequence_array, pieces)
+    yield (slab + first_document for slab in _slabs(slots))
+    yield sequence_index_slabs(lengths, slots, plan.n_sequences, settings)
     del slots  # the next array is as large
-    order = np.arange(n_sequences)
-    apart = plan.n_full_epoch_sequences if plan.shuffle_last_epoch_apart else n_sequences
+    order = np.arange(plan.n_sequences)
+    apart = plan.n_full_epoch_sequences if plan.shuffle_last_epoch_apart else plan.n_sequences
     random.shuffle(order[:apart])
     random.shuffle(order[apart:])
-    return document_index, sequence_index, cache.save(*shuffle_array, _slabs(order))
+    yield _slabs(order)
 
 
 def _shuffled_documents(

@@ -21,8 +21,8 @@ import logging
 import math
 import os
 import secrets
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
 from pathlib import Path
@@ -33,13 +33,14 @@ from numpy.typing import NDArray
 
 from trainyard.data.indexed import map_array, token_paths
 from trainyard.data.sidecar import Sidecar, load_sidecar
-from trainyard.errors import SPACE, DataError, MachineError
+from trainyard.errors import DataError, explain_failure
 from trainyard.files import (
     BLOCK_BYTES,
     BlockChecksum,
     FileRecord,
     open_file,
     read_file,
+    replacing,
     seal,
     unseal,
 )
@@ -50,6 +51,8 @@ _DIGEST_BYTES = hashlib.sha256().digest_size
 _log = logging.getLogger("trainyard")
 
 Array = NDArray[Any]
+Stored = tuple[str, tuple[int, ...], np.dtype[Any]]
+"""Name, shape and dtype of an array."""
 
 
 @dataclass(frozen=True)
@@ -105,9 +108,25 @@ class IndexCache:
         text = json.dumps({"format": FORMAT_VERSION, **inputs}, sort_keys=True)
         return hashlib.sha256(text.encode()).hexdigest()[:32]
 
-    def load(self, name: str, shape: tuple[int, ...], dtype: np.dtype[Any]) -> Array | None:
-        """Maps a stored array; None if it is not there, or damaged."""
-        return self._load(name, shape, dtype, checks=self.checks)
+    def load_or_build(
+        self, key: str, arrays: Sequence[Stored], build: Callable[[], Iterable[Iterable[Array]]]
+    ) -> list[Array]:
+        """Maps the arrays of a key; where one is missing or damaged, stores all of them anew.
+
+        Args:
+            key: of what they are computed from.
+            arrays: each by its name, shape and dtype.
+            build: yields the slabs of each along its first axis, one array after another.
+
+        Raises:
+            MachineError: the disk is full or the folder cannot be written.
+        """
+        named = [(f"{key}-{name}", shape, dtype) for name, shape, dtype in arrays]
+        loaded = [self.load(*array) for array in named]
+        found = [array for array in loaded if array is not None]
+        if len(found) == len(named):
+            return found
+        return [self.save(*array, slabs) for array, slabs in zip(named, build(), strict=True)]
 
     def save(
         self, name: str, shape: tuple[int, ...], dtype: np.dtype[Any], slabs: Iterable[Array]
@@ -119,20 +138,21 @@ class IndexCache:
         """
         path, digest = self.folder / f"{name}.npy", hashlib.sha256(name.encode())
         header = {"descr": dtype.str, "fortran_order": False, "shape": shape}
-        with _replacing(path) as file:
+        with _write(path) as file:
             np.lib.format.write_array_header_1_0(file, header)
             for slab in slabs:
                 values = np.ascontiguousarray(slab, dtype).reshape(-1)
                 file.write(values.data)
                 digest.update(values.data)
             file.write(digest.digest())
-        stored = self._load(name, shape, dtype, checks=False)
+        stored = self.load(name, shape, dtype, checks=False)
         assert stored is not None, f"{path} does not hold {shape} of {dtype}"
         return stored
 
-    def _load(
-        self, name: str, shape: tuple[int, ...], dtype: np.dtype[Any], *, checks: bool
+    def load(
+        self, name: str, shape: tuple[int, ...], dtype: np.dtype[Any], *, checks: bool = True
     ) -> Array | None:
+        """Maps a stored array; None if it is not there, or damaged; `checks`: if the cache does."""
         path = self.folder / f"{name}.npy"
         try:
             with open_file(path) as file:
@@ -145,7 +165,7 @@ class IndexCache:
                 file.seek(-_DIGEST_BYTES, os.SEEK_END)
                 digest = file.read(_DIGEST_BYTES)
                 values = FileBlock(path, offset, n_bytes)
-                if checks and values.read_digest(name.encode()) != digest:
+                if self.checks and checks and values.read_digest(name.encode()) != digest:
                     _log.warning("%s is damaged: its checksum is wrong; it is made anew", path)
                     return None
         except (OSError, ValueError, TypeError, RecursionError, MemoryError):
@@ -177,7 +197,7 @@ class IndexCache:
             blocks[block.path].append(BlockChecksum(block.n_bytes, digest.hex()))
         checksums = [FileRecord(of_file).sha256 for of_file in blocks.values()]
         content = {"states": unread.states, "sha256": checksums}
-        with _replacing(unread.memory) as file:
+        with _write(unread.memory) as file:
             file.write(seal(json.dumps(content).encode()))
         return checksums
 
@@ -235,23 +255,9 @@ def _state(status: os.stat_result) -> list[int]:
     return [status.st_size, status.st_ctime_ns, status.st_ino]
 
 
-@contextmanager
-def _replacing(path: Path) -> Iterator[IO[bytes]]:
-    """Opens a file that takes the name `path` when it is complete and on the disk."""
-    # A unique name, since others may write the same; open() applies the umask.
-    partial = path.with_name(f"{path.name}.{secrets.token_hex(8)}.partial")
-    try:
+def _write(path: Path) -> AbstractContextManager[IO[bytes]]:
+    """Opens a file of the cache, and makes its folder; others may write the same at once."""
+    hint = "give a cache folder that can be written"
+    with explain_failure(f"{path} cannot be written", hint):
         path.parent.mkdir(parents=True, exist_ok=True)
-        with partial.open("xb") as file:
-            yield file
-            file.flush()
-            os.fsync(file.fileno())
-        partial.replace(path)
-    except OSError as error:
-        raise MachineError(
-            f"{path}: {error.strerror}",
-            f"{SPACE}, or give a cache folder that can be written",
-        ) from error
-    finally:
-        with suppress(OSError):
-            partial.unlink()
+    return replacing(path, hint, f".{secrets.token_hex(8)}")

@@ -20,9 +20,9 @@ from __future__ import annotations
 import copy
 import logging
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from itertools import pairwise
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
@@ -266,11 +266,8 @@ def _blend_corpora(
         length = sum(filter(None, _sequences_per_corpus(blend, size, 0.0)))
     else:
         weights, length = _normalized(lengths), min(size, sum(lengths))
-    key = cache.key(weights=weights.tolist(), length=length, lengths=lengths, exhaustive=False)
-    corpus_array = (f"{key}-dataset_index", (length,), np.dtype(np.int16))
-    position_array = (f"{key}-dataset_sample_index", (length,), np.dtype(np.int64))
-    corpus, position = cache.load(*corpus_array), cache.load(*position_array)
-    if corpus is None or position is None:
+
+    def build() -> Iterator[list[NDArray[Any]]]:
         corpus, position = build_blend_index(weights, length)
         for number, corpus_order in enumerate(corpora):
             n_drawn = int(np.count_nonzero(corpus == number))
@@ -280,9 +277,13 @@ def _blend_corpora(
                     f"has {len(corpus_order)}",
                     f"request more than {size}: too few for {len(corpora)} corpora",
                 )
-        corpus = cache.save(*corpus_array, [corpus])
-        position = cache.save(*position_array, [position])
-    return SequenceOrder(corpora, corpus, position)
+        yield [corpus]
+        yield [position]
+
+    key = cache.key(weights=weights.tolist(), length=length, lengths=lengths, exhaustive=False)
+    names = ("dataset_index", np.int16), ("dataset_sample_index", np.int64)
+    stored = [(name, (length,), np.dtype(kind)) for name, kind in names]
+    return SequenceOrder(corpora, *cache.load_or_build(key, stored, build))
 
 
 def build_blend_index(weights: Float, size: int) -> tuple[NDArray[np.int16], NDArray[np.int64]]:

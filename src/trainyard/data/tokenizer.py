@@ -426,15 +426,8 @@ class Tokenizer:
             sizes = list(map(len, texts))
             if sum(sizes) <= _CALL_CHARACTERS and max(sizes, default=0) <= _LONG_CHARACTERS:
                 return self._engine.encode_batch(texts)
-            # A token is a byte or more. The pages of an array that are never written take no
-            # memory; joining the pieces at the end would take it twice.
-            n_bytes = sum(len(text) if text.isascii() else len(text) * 4 for text in texts)
-            tokens, lengths, n_tokens = np.empty(n_bytes, np.uint32), [], 0
-            for piece, lengths_of_texts in self._encode_in_pieces(texts):
-                tokens[n_tokens : n_tokens + len(piece)] = piece
-                n_tokens += len(piece)
-                lengths.append(lengths_of_texts)
-            return tokens[:n_tokens], np.concatenate(lengths)
+            tokens, lengths = zip(*self._encode_in_pieces(texts), strict=True)
+            return np.concatenate(tokens), np.concatenate(lengths)
         except (TypeError, UnicodeEncodeError):
             _refuse_lone_surrogates(originals)
             raise
