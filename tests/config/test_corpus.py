@@ -6,46 +6,23 @@ from pathlib import Path
 
 import pytest
 
-from trainyard.config.corpus import (
-    Corpus,
-    Deduplicate,
-    Keep,
-    LengthLimits,
-    NearDeduplicate,
-    Quality,
-    load_corpus,
-)
+from trainyard.config import corpus as kinds_of
+from trainyard.config.corpus import Corpus, Keep, NearDeduplicate, load_corpus
 from trainyard.config.section import describe_fields
 from trainyard.errors import ConfigError
 
 HEAD = 'inputs = ["a.jsonl"]\noutput = "out"\ntokenizer = "gpt2"\n'
-FULL = (
-    HEAD
-    + """
+FULL = f"""{HEAD}
 count_by = "meta.set"
 files_per_output = 800
-
-[[steps]]
-kind = "keep"
-field = "meta.set"
-values = ["web", "books"]
-
-[[steps]]
-kind = "keep"
-field = "language"
-values = ["en"]
-
-[[steps]]
-kind = "length"
-min_characters = 200
-
-[[steps]]
-kind = "near_deduplicate"
-
-[[steps]]
-kind = "deduplicate"
+steps = [
+    {{kind = "keep", field = "meta.set", values = ["web", "books"]}},
+    {{kind = "keep", field = "language", values = ["en"]}},
+    {{kind = "length", min_characters = 200}},
+    {{kind = "near_deduplicate"}},
+    {{kind = "deduplicate"}},
+]
 """
-)
 
 
 def load(folder: Path, text: str) -> Corpus:
@@ -65,11 +42,11 @@ def test_a_data_file_becomes_a_corpus(tmp_path: Path) -> None:
     assert corpus.document_steps == (
         Keep(kind="keep", field="meta.set", values=("web", "books")),
         Keep(kind="keep", field="language", values=("en",)),
-        LengthLimits(kind="length", min_characters=200),
+        kinds_of.LengthLimits(kind="length", min_characters=200),
     )
     assert corpus.comparing_steps == (
         NearDeduplicate(kind="near_deduplicate"),
-        Deduplicate(kind="deduplicate"),
+        kinds_of.Deduplicate(kind="deduplicate"),
     )
     assert corpus.metadata_fields == ("meta.set", "language")
 
@@ -81,43 +58,22 @@ def kinds(*names: str) -> str:
 COMPARE_LAST = "deduplication must come last"
 PROBLEMS = [
     (HEAD + 'append_eod = "yes"', "append_eod: Input should be a valid boolean (got 'yes')"),
-    (
-        HEAD + 'special_tokens = "drop"',
-        "special_tokens: Input should be 'text' or 'parse' (got 'drop')",
-    ),
+    (HEAD + 'special_tokens = "drop"', "special_tokens: Input should be 'text' or 'parse' (got"),
     (step('kind = "keep"\nfield = "a"'), "steps.0.keep.values: required field is missing"),
-    (step('kind = "keep"\nfield = "a"\nvalues = []'), "steps.0.keep.values: "),
-    (step('kind = "keep"\nvalues = ["a"]'), "steps.0.keep.field: required field is missing"),
-    (
-        step('kind = "normalize"\nform = "NFD"'),
-        "steps.0.normalize.form: Input should be 'NFC' or 'NFKC'",
-    ),
-    (
-        step('kind = "length"\nmin_characters = -5'),
-        "steps.0.length.min_characters: Input should be",
-    ),
-    (
-        step('kind = "quality"\nmin_letter_share = 1.5'),
-        "steps.0.quality.min_letter_share: Input sh",
-    ),
-    (
-        step('kind = "near_deduplicate"\nbands = 0'),
-        "steps.0.near_deduplicate.bands: Input should be",
-    ),
+    (step('kind = "keep"\nfield = "a"\nvalues = []'), "steps.0.keep.values: needs at least one"),
+    (step('kind = "normalize"\nform = "NFD"'), "steps.0.normalize.form: Input should be 'NFC'"),
+    (step('kind = "length"\nmin_characters = -5'), "steps.0.length.min_characters: Input should"),
+    (step('kind = "near_deduplicate"\nbands = 0'), "steps.0.near_deduplicate.bands: Input should"),
     (step('kind = "deduplicate"\nseed = 3'), "steps.0.deduplicate.seed: unknown field"),
-    (
-        step('kind = "quality"\nmin_word = 3'),
-        "steps.0.quality.min_word: unknown field; did you mean 'min_words'?",
-    ),
-    (step('kind = "near_dedup"'), "steps.0: "),
-    (step('field = "a"'), "steps.0: "),
+    (step('kind = "quality"\nmin_word = 3'), "unknown field; did you mean 'min_words'?"),
+    (step('kind = "near_dedup"'), "steps.0: unknown kind; known: "),
+    (step('field = "a"'), "steps.0: its kind is missing"),
     (kinds("deduplicate", "quality"), f"steps: quality comes after deduplicate; {COMPARE_LAST}"),
     (
         kinds("normalize", "near_deduplicate", "deduplicate", "length", "quality"),
         f"steps: length comes after near_deduplicate; {COMPARE_LAST}",
     ),
     (kinds("deduplicate", "deduplicate"), "steps: deduplicate is listed more than once"),
-    (kinds(*["near_deduplicate"] * 2), "steps: near_deduplicate is listed more than once"),
 ]
 
 
@@ -125,7 +81,8 @@ PROBLEMS = [
 def test_a_wrong_value_is_named(tmp_path: Path, text: str, problem: str) -> None:
     with pytest.raises(ConfigError) as caught:
         load(tmp_path, text)
-    assert f"1 problem in the corpus {tmp_path}/data.toml:\n  {problem}" in caught.value.problem
+    assert f"1 problem in the corpus {tmp_path}/data.toml:\n  " in caught.value.problem
+    assert problem in caught.value.problem
     assert "[" + str(tmp_path / "data.toml") + "]" in caught.value.problem
 
 
@@ -160,4 +117,3 @@ def test_the_bend_of_the_defaults_is_where_the_manual_says() -> None:
     near = NearDeduplicate(kind="near_deduplicate")
     assert round((1 / near.bands) ** (1 / near.rows), 2) == 0.72
     assert "0.72" in describe_fields(NearDeduplicate)["rows"]
-    assert Quality(kind="quality").min_words == 50

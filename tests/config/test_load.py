@@ -1,18 +1,10 @@
 from __future__ import annotations
 
-import random
-import string
 from pathlib import Path
 
 import pytest
 
-from trainyard.config.load import (
-    LoadedRun,
-    all_fields,
-    field_value,
-    load_run,
-    render_run,
-)
+from trainyard.config.load import LoadedRun, all_fields, field_value, load_run, render_run
 from trainyard.config.run import Run
 from trainyard.config.schema import field_manuals
 from trainyard.errors import ConfigError
@@ -65,16 +57,9 @@ def test_a_run_that_has_begun_is_given_by_folder_or_name(
 def test_extends_one_level_only(tmp_path: Path) -> None:
     write(tmp_path, "base.toml", 'extends = "tiny"\n')
     child = write(tmp_path, "child.toml", 'extends = "base.toml"\n')
-    error = problem_of(child)
-    assert "which itself extends tiny" in error.problem
-    assert error.hint == "only one level is allowed: extend a file that extends no other"
-
-
-def test_extends_must_name_something_that_exists(tmp_path: Path) -> None:
+    assert "which itself extends tiny" in problem_of(child).problem
     path = write(tmp_path, "run.toml", 'extends = "gpt3-13"\n')
-    error = problem_of(path)
-    assert "no preset named 'gpt3-13'" in error.problem
-    assert "did you mean the preset gpt3-13b?" in error.hint
+    assert "no preset named 'gpt3-13'" in problem_of(path).problem
 
 
 def test_a_batch_ramp_can_be_taken_away(tmp_path: Path) -> None:
@@ -86,9 +71,6 @@ def test_a_batch_ramp_can_be_taken_away(tmp_path: Path) -> None:
     again = load_run(path, ["train.batch_ramp={start = 8, increment = 8, length = '1M tokens'}"])
     assert again.run.train.batch_ramp is not None
     assert again.run.train.batch_ramp.start == 8
-
-
-def test_one_field_of_a_batch_ramp_can_be_changed() -> None:
     ramp = load_run("gpt3-125m", ["train.batch_ramp.start=32"]).run.train.batch_ramp
     assert ramp is not None
     assert (ramp.start, ramp.increment) == (32, 16)
@@ -126,7 +108,6 @@ def test_override_values_are_toml_or_plain_text(override: str, value: object) ->
 def test_override_without_field_or_value(text: str) -> None:
     error = problem_of("tiny", text)
     assert error.problem == f"{text!r} is not of the form section.field=value"
-    assert error.hint == "for example: train.micro_batch_size=4"
 
 
 # -- files that cannot be read
@@ -135,22 +116,14 @@ def test_override_without_field_or_value(text: str) -> None:
 @pytest.mark.parametrize(
     ("source", "problem", "hint"),
     [
-        (
-            "gpt3-175",
-            "no preset named 'gpt3-175'",
-            "did you mean the preset gpt3-175b?; a run file ends in .toml",
-        ),
+        ("gpt3-175", "no preset named 'gpt3-175'", "did you mean the preset gpt3-175b?"),
         ("tinny.toml", "no run file tinny.toml", "did you mean the preset tiny?"),
-        (
-            "wholly-different.toml",
-            "no run file wholly-different.toml",
-            "trainyard show lists the presets",
-        ),
+        ("unlike.toml", "no run file unlike.toml", "trainyard show lists the presets"),
     ],
 )
 def test_no_such_run(source: str, problem: str, hint: str) -> None:
     error = problem_of(source)
-    assert (error.problem, error.hint) == (problem, hint)
+    assert error.problem == problem and error.hint.startswith(hint)
 
 
 def test_a_file_that_is_not_text_or_not_a_file(tmp_path: Path) -> None:
@@ -189,54 +162,28 @@ def test_all_problems_at_once_with_where_each_came_from(tmp_path: Path) -> None:
 
 def test_conflicts_name_the_origin_of_both_fields() -> None:
     error = problem_of("tiny", "parallel.tensor=3")
-    assert error.problem.splitlines() == [
-        "2 problems in the run tiny:",
-        "  model.n_heads=4 must be divisible by parallel.tensor=3 x parallel.context=1: "
-        "a rank has whole heads; nearest that works: parallel.tensor=2  [tiny, command line]",
-        "  model.d_ff=256 must be divisible by parallel.tensor=3: "
-        "a rank has an equal part; nearest that works: parallel.tensor=2  [tiny, command line]",
-    ]
+    heading, *lines = error.problem.splitlines()
+    assert heading == "2 problems in the run tiny:"
+    suggestion = "; nearest that works: parallel.tensor=2  [tiny, command line]"
+    assert len(lines) == 2 and all(line.endswith(suggestion) for line in lines)
 
 
 # -- misspelt keys
 
 
-def misspell(name: str, chance: random.Random) -> str:
-    """One insertion, deletion, replacement or swap of neighbours."""
-    letters = string.ascii_lowercase + "_"
-    while True:
-        place = chance.randrange(len(name))
-        edited = {
-            "insert": name[:place] + chance.choice(letters) + name[place:],
-            "delete": name[:place] + name[place + 1 :],
-            "replace": name[:place] + chance.choice(letters) + name[place + 1 :],
-            "swap": name[:place] + name[place : place + 2][::-1] + name[place + 2 :],
-        }[chance.choice(["insert", "delete", "replace", "swap"])]
-        if edited and edited != name:
-            return edited
-
-
-def test_a_hundred_typos_are_refused_and_nearly_all_understood() -> None:
-    chance = random.Random(20)
-    known = sorted(all_fields())
-    tables = {field.rpartition(".")[0] for field in known} - {""}
-    names = known + sorted(tables)
-    understood = 0
-    depths = set()
-    for _ in range(100):
-        parts = chance.choice(names).split(".")
-        depth = chance.randrange(len(parts))
-        right = parts[depth]
-        parts[depth] = misspell(right, chance)
-        field = ".".join(parts)
-        assert field not in names
-        depths.add(depth)
-        error = problem_of("tiny", f"{field}=1")
-        wrong = ".".join(parts[: depth + 1])
-        assert f"{wrong}: unknown field; " in error.problem
-        understood += f"did you mean '{right}'?" in error.problem
-    assert depths == {0, 1, 2}
-    assert understood >= 95
+def test_nearly_all_typos_are_understood() -> None:
+    """One letter is missing, in a section or a field."""
+    fields = all_fields()
+    tables = {field.rpartition(".")[0] for field in fields} - {""}
+    understood = []
+    for number, name in enumerate([*fields[::3], *sorted(tables)]):
+        *parents, right = name.split(".")
+        place = number % (len(right) - 1) + 1
+        wrong = ".".join([*parents, right[:place] + right[place + 1 :]])
+        problem = problem_of("tiny", f"{wrong}=1").problem
+        assert f"{wrong}: unknown field; " in problem
+        understood.append(f"did you mean '{right}'?" in problem)
+    assert sum(understood) >= 0.95 * len(understood)
 
 
 @pytest.mark.parametrize(
@@ -257,22 +204,16 @@ def test_suggestions(override: str, suggestion: str) -> None:
 # -- the text of a run
 
 
-def test_rendered_run_has_every_field() -> None:
-    absent = ["model.positions=rotary", "model.rotary_scaling.factor=8.0"]
-    absent += ["model.end_of_document_id=50256"]
-    text = render_run(load_run("gpt3-125m", absent).run)
+def test_a_rendered_run_has_every_field_and_reads_back(tmp_path: Path) -> None:
+    overrides = ["model.positions=rotary", "model.rotary_scaling.factor=8.0"]
+    overrides += ["model.end_of_document_id=50256", "train.stop_after_minutes=1.5"]
+    overrides += ["optimizer.clip_norm=inf", 'description="a\\"b\\nc é"']
+    overrides += ["data.train={prefixes=['a', 'b'], weights=[1, 2.5]}"]
+    run = load_run("gpt3-125m", [*overrides, "train.length=146_484_375 sequences"]).run
+    text = render_run(run)
     for field in all_fields():
         assert f"{field.rpartition('.')[2]} = " in text, field
-
-
-def test_rendered_run_reads_back(tmp_path: Path) -> None:
-    run = load_run(
-        "gpt3-125m",
-        ["train.stop_after_minutes=1.5", "optimizer.clip_norm=inf", 'description="a\\"b\\nc é"',
-         "data.train.prefixes=['a', 'b']", "data.train.weights=[1, 2.5]",
-         "train.length=146_484_375 sequences"],
-    ).run  # fmt: skip
-    assert load_run(write(tmp_path, "run.toml", render_run(run))).run == run
+    assert load_run(write(tmp_path, "run.toml", text)).run == run
 
 
 def test_every_field_has_a_manual_and_choices_are_listed() -> None:
@@ -288,13 +229,7 @@ def test_a_run_without_anything_is_the_default(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "override",
-    [
-        r'data.blend.prefixes=["a", "b\u0000c"]',
-        r'data.cache_folder="\u0000"',
-        r'description="x\u0000"',
-        r'train.start_from="a\u0000b"',
-    ],
+    "override", [r'data.blend.prefixes=["a", "b\u0000c"]', r'description="x\u0000"']
 )
 def test_a_nul_character_is_refused_in_any_text(override: str) -> None:
     """Every function of the operating system would refuse it, with no word of the field."""
