@@ -13,15 +13,32 @@ from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+import pytest
 from tokenizers import Tokenizer as HuggingFaceTokenizer
 from tokenizers import trainers
 
+from trainyard.data import tokenizer as tokenizer_module
+from trainyard.data.tokenizer import Tokenizer
 from trainyard.data.vocabulary import byte_symbols
 
 PATTERN = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*"
     r"|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
+SPACES = [chr(code) for code in range(0x3001) if chr(code).isspace()]
+# On which tokenizers are known to go wrong; a space before a word is written as _.
+_FRAGMENTS = """
+'s 'S 'll 'LL 're ' '' 't'd've can't \u2019s '\u017f \u212a 0 7 1 12 123 1234 2026 31415926535
+½ ² Ⅷ ٣ १२ \U0001d7d8 三 e\u0301 \u0301 a\u0323\u0307 a\u0307\u0323 \u212b \u0958 \u1100\u1161
+\u08cf\u0301 a\u0898\u0301 \u0338 >\u0338 \u037e \u1fef ﬁ \0 \x7f \u200b \ufeff \u200d \ufffd
+\U0001f600 \U0001f469\u200d\U0001f467 \U0010ffff word The _unsplit whole wholes _été http aaaa
+漢字 한국어 हिन्दी Ω é ! ... == # // < <|
+"""
+FRAGMENTS = [
+    *[*SPACES, "  ", "\n\n", "\r\n", " \n", "\n \n", "\r\n\t\r\n", "_", "!\n\n", "?!\r\n"],
+    *(fragment.replace("_", " ") for fragment in _FRAGMENTS.split()),
+]
 BYTE_LEVEL = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True}
 TEXTS = [
     "The words of a text, and it's what they'll say; I'd've said 2026 or 31415926535.\n\n",
@@ -69,6 +86,7 @@ ADDED = {
     "smollm2": (["<|endoftext|>", "<|im_start|>", "<reponame>"], []),
     "olmo2": (["<|endoftext|>", "<|pad|>"], ["|||IP_ADDRESS|||"]),
 }
+FRAGMENTS += [token for special, found in ADDED.values() for token in (*special, *found)]
 ENDS = {**dict.fromkeys(FAMILIES, "<|endoftext|>"), "llama3": "<|end_of_text|>"}
 
 
@@ -133,6 +151,21 @@ def write_folder(folder: Path, family: str, content: dict[str, Any] | None = Non
     for name, each in files.items():
         (folder / name).write_text(json.dumps(each), "utf-8")
     return folder
+
+
+def assert_exact(tokenizer: Tokenizer, reference: HuggingFaceTokenizer, texts: list[str]) -> None:
+    """Compares the ids of texts, encoded together, with those of the reference."""
+    tokens, lengths = tokenizer.encode_batch(texts)
+    expected = reference.encode_batch_fast(texts, add_special_tokens=False)
+    assert lengths.tolist() == [len(each.ids) for each in expected]
+    assert tokens.dtype == np.uint32
+    assert tokens.tolist() == [token_id for each in expected for token_id in each.ids]
+
+
+def shorten_windows(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Makes a document of 2,000 characters a long one."""
+    for name, size in (("_CALL", 5000), ("_LONG", 2000), ("_WINDOW", 600), ("_OVERLAP", 100)):
+        monkeypatch.setattr(tokenizer_module, f"{name}_CHARACTERS", size)
 
 
 def load_reference(content: dict[str, Any], *, parse: bool = False) -> HuggingFaceTokenizer:

@@ -13,29 +13,12 @@ import pytest
 import tiktoken
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tests.data.families import FRAGMENTS, shorten_windows
 
 from trainyard.corpus.preparation.train_tokenizer import train_tokenizer
-from trainyard.data import tokenizer as subject
 from trainyard.data.tokenizer import Tokenizer, Windows, load_tokenizer
 from trainyard.errors import DataError
 
-EVERY_SPACE = [chr(code) for code in range(0x3001) if chr(code).isspace()]
-FRAGMENTS = [
-    *EVERY_SPACE,
-    *["'s", "'S", "'ll", "'re", "'", "''", "'t'd've", "can't", "\u2019s"],
-    *["\0", "\x7f", "\u200b", "\ufeff", "\u0301", "\u200d", "\ufffd", "<|endoftext|>"],
-    *[
-        "\U0001f600",
-        "\U0001f469\u200d\U0001f467",
-        "\U0010ffff",
-        "漢字",
-        "한국어",
-        "हिन्दी",
-        "Ω",
-        "é",
-    ],
-    *["word", "The", "http", "2026", "1", "½", "!", "...", "==", "_", "aaaa", "  ", "\n\n", "\r\n"],
-]
 SPLIT_TEXTS = st.lists(st.sampled_from(FRAGMENTS) | st.text(max_size=3), max_size=40).map("".join)
 RUNS = st.lists(st.tuples(st.sampled_from(FRAGMENTS), st.integers(1, 90)), max_size=6).map(
     lambda runs: "".join(fragment * n for fragment, n in runs)
@@ -117,17 +100,6 @@ def test_words_of_one_and_two_megabytes_have_the_ids_of_the_reference(
         assert gpt2.encode(word) == reference.encode_ordinary(word)
 
 
-@pytest.mark.parametrize("piece", ["\n", " ", "\t", "\0", "a", "=", "'", "'s", "7", " \n", "漢"])
-def test_a_long_run_has_the_ids_of_the_reference(
-    gpt2: Tokenizer, reference: tiktoken.Encoding, piece: str
-) -> None:
-    text = piece * 20_000 + "end"
-    windows = with_windows(gpt2, 3000, 400)
-    assert np.concatenate(list(windows.encode_long(text))).tolist() == reference.encode_ordinary(
-        text
-    )
-
-
 @settings(max_examples=300)
 @given(text=SPLIT_TEXTS | RUNS, window=st.integers(30, 120), overlap=st.integers(20, 29))
 def test_windows_have_the_ids_of_the_whole(
@@ -157,45 +129,19 @@ def test_no_window_begins_inside_a_contraction(
     assert np.concatenate(pieces).tolist() == without_contractions.encode(text)
 
 
-def test_windows_are_short_and_parse_special_tokens(shared_data: Path) -> None:
-    parsing = load_tokenizer(shared_data / "gpt2", "parse")
-    text = "One text.<|endoftext|>Another<|endoftext|>" * 500
-    longest = 0
-
-    def encode(piece: str) -> np.ndarray[tuple[int], np.dtype[np.uint32]]:
-        nonlocal longest
-        longest = max(longest, len(piece))
-        return parsing.encode_batch([piece])[0]
-
-    for window in range(100, 140, 7):
-        windows = replace(with_windows(parsing, window, 60), encode=encode)
-        ids = np.concatenate(list(windows.encode_long(text)))
-        assert np.array_equal(ids, parsing.encode_batch([text])[0])
-    assert longest <= 2 * 135, "every joint was found at the first or the second try"
-
-
 def test_documents_long_and_short_keep_their_places(
     gpt2: Tokenizer,
     reference: tiktoken.Encoding,
     novels: list[str],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    for name, size in (("_CALL", 5000), ("_LONG", 2000), ("_WINDOW", 600), ("_OVERLAP", 100)):
-        monkeypatch.setattr(subject, f"{name}_CHARACTERS", size)
+    shorten_windows(monkeypatch)
     monkeypatch.delattr(gpt2, "_windows", raising=False)
-    texts = [
-        "",
-        novels[0][:30_000],
-        "a",
-        "",
-        *(novels[1][i : i + 300] for i in range(0, 9000, 300)),
-    ]
-    texts += [novels[2][:2001], novels[3][:2000], "漢" * 2500, ""]
-    assert_exact(gpt2, reference, texts)
-    assert gpt2._windows.window_characters == 600  # type: ignore[union-attr]
+    short = [novels[1][i : i + 300] for i in range(0, 9000, 300)]
+    texts = ["", novels[0][:30_000], "a", "", *short, novels[2][:2001], novels[3][:2000]]
+    assert_exact(gpt2, reference, [*texts, "漢" * 2500, ""])
     monkeypatch.delattr(gpt2, "_windows")
     assert_exact(gpt2, reference, [])
-    with pytest.raises(
-        DataError, match=r"text 1 holds the lone surrogate \\udc80 at character 2600"
-    ):
+    lone = r"text 1 holds the lone surrogate \\udc80 at character 2600"
+    with pytest.raises(DataError, match=lone):
         gpt2.encode_batch(["fine", "a" * 2600 + "\udc80"])

@@ -62,16 +62,12 @@ def test_a_folder_of_that_name_with_the_same_tokenizer_or_none_is_no_matter() ->
     assert load_vocabulary("gpt2").fingerprint == load_vocabulary("./gpt2").fingerprint
 
 
-def test_text_is_prepared_with_it() -> None:
-    Path("a.jsonl").write_text('{"text": " hello world"}\n')
-    (sidecar,) = prepare(Corpus(inputs=("a.jsonl",), output="web", tokenizer="gpt2"), workers=2)
-    assert (sidecar.tokenizer.name, sidecar.tokenizer.fingerprint) == ("gpt2", FINGERPRINT)
-    assert Path("web_text_document.bin").read_bytes().hex() == "c45ce30350c4"
-
-
-def test_it_is_not_trained_anew() -> None:
+def test_text_is_prepared_with_it_and_it_is_not_trained_anew() -> None:
     Path("a.jsonl").write_text('{"text": " hello world"}\n')
     corpus = Corpus(inputs=("a.jsonl",), output="web", tokenizer="gpt2")
+    (sidecar,) = prepare(corpus, workers=2)
+    assert (sidecar.tokenizer.name, sidecar.tokenizer.fingerprint) == ("gpt2", FINGERPRINT)
+    assert Path("web_text_document.bin").read_bytes().hex() == "c45ce30350c4"
     with pytest.raises(DataError, match="gpt2 ships with Trainyard and cannot be trained"):
         train_on_inputs(corpus, 257, overwrite=True)
     assert not Path("gpt2").exists()

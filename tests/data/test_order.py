@@ -14,24 +14,10 @@ import pytest
 from trainyard.data import order as subject
 from trainyard.data.index_cache import IndexCache
 from trainyard.data.indexed import IndexedWriter
-from trainyard.data.order import (
-    Blend,
-    SequenceOrder,
-    SequenceSettings,
-    parse_split,
-    repeats_alike,
-    splits_by_tokens,
-)
+from trainyard.data.order import Blend, SequenceOrder, SequenceSettings, parse_split, repeats_alike
 from trainyard.errors import DataError
 
-CASES = [
-    "synth_949_50_1",
-    "synth_949_50_1_seq128",
-    "synth_969_30_1",
-    "synth_no_weights",
-    "synth_per_split",
-    "synth_single",
-]
+CASES = ("949_50_1", "949_50_1_seq128", "969_30_1", "no_weights", "per_split", "single")
 CUT = SequenceSettings(8, 1234)
 
 
@@ -45,11 +31,10 @@ def build_order(*arguments: Any) -> dict[Any, SequenceOrder | None]:
 
 @pytest.mark.parametrize("weights", [(), (0.3, 0.7)])
 def test_passes_are_counted_without_the_order(tmp_path: Path, weights: tuple[float, ...]) -> None:
-    prefixes = tuple(str(tmp_path / name) for name in ("a", "b"))
-    for number, prefix in enumerate(prefixes):
-        with IndexedWriter(Path(prefix), np.dtype(np.uint16)) as writer:
-            for length in range(120):
-                writer.add_document(np.zeros(5 + length + number, np.uint16))
+    prefixes = tuple(
+        write_corpus(tmp_path / name, [5 + length + number for length in range(120)])
+        for number, name in enumerate("ab")
+    )
     blend = Blend(prefixes=prefixes if weights else prefixes[:1], weights=weights)
     sizes = (200, 500, 900, 1000, 1900, 5000)
     orders = [build_order(blend, None, (size, 0, 0), CUT)["train"] for size in sizes]
@@ -81,8 +66,8 @@ def golden_orders(case: dict[str, Any], folder: Path) -> dict[Any, SequenceOrder
 @pytest.mark.parametrize("name", CASES)
 def test_megatrons_order(shared_data: Path, name: str) -> None:
     folder = shared_data / "golden"
-    case = json.loads((folder / f"{name}.json").read_text())
-    with np.load(folder / f"{name}.npz", allow_pickle=False) as npz:
+    case = json.loads((folder / f"synth_{name}.json").read_text())
+    with np.load(folder / f"synth_{name}.npz", allow_pickle=False) as npz:
         arrays = dict(npz)
     orders = golden_orders(case, folder)
     if case["split"]:
@@ -162,13 +147,8 @@ def test_a_second_start_reads_the_first_ones_arrays(
     tmp_path: Path, corpora: tuple[str, str]
 ) -> None:
     cache = tmp_path / "cache"
-    arguments = (
-        Blend(prefixes=corpora, weights=(1.0, 3.0)),
-        "8,1,1",
-        (90, 10, 5),
-        CUT,
-        IndexCache(cache),
-    )
+    blend = Blend(prefixes=corpora, weights=(1.0, 3.0))
+    arguments = (blend, "8,1,1", (90, 10, 5), CUT, IndexCache(cache))
     first = everything(build_order(*arguments))
     files = {path: path.stat().st_mtime_ns for path in cache.iterdir()}
     assert len(files) == 2 * 3 * 3 + 3 * 2 + 2  # arrays, blends, remembered contents
@@ -177,25 +157,14 @@ def test_a_second_start_reads_the_first_ones_arrays(
     assert everything(build_order(*arguments[:-1])) == first
 
 
-def test_replaced_data_gets_a_new_order(tmp_path: Path, corpora: tuple[str, str]) -> None:
-    arguments = (Blend(prefixes=corpora), "8,1,1", (90, 10, 5), CUT)
-    build_order(*arguments, IndexCache(tmp_path / "cache"))
-    write_corpus(Path(corpora[0]), [10, 30] * 15)  # the same size, other documents
-    cached = everything(build_order(*arguments, IndexCache(tmp_path / "cache")))
-    assert cached == everything(build_order(*arguments))
-
-
-def _zeros(content: bytes) -> bytes:
-    return content[:128] + bytes(len(content) - 128)
-
-
 def _flipped(content: bytes, bit: int) -> bytes:
     return content[: bit // 8] + bytes([content[bit // 8] ^ 1 << bit % 8]) + content[bit // 8 + 1 :]
 
 
 DAMAGES = {
     "cut": lambda content: content[:-2],
-    "zeros": _zeros,  # as after a power loss: the header and the size are right
+    # As after a power loss: the header and the size are right.
+    "zeros": lambda content: content[:128] + bytes(len(content) - 128),
     "first bit": lambda content: _flipped(content, 128 * 8),
     "last bit": lambda content: _flipped(content, len(content) * 8 - 1),
     "header": lambda content: _flipped(content, 20 * 8),
@@ -231,16 +200,10 @@ def test_other_settings_get_another_order(
 
 
 @pytest.mark.parametrize(
-    ("n_corpora", "weights", "short", "long", "too_long"),
-    [(1, (), 30, 45, 50), (2, (0.3, 0.7), 30, 45, 70), (2, (), 30, 45, None)],
+    ("n_corpora", "weights", "too_long"), [(1, (), 50), (2, (0.3, 0.7), 70), (2, (), None)]
 )
 def test_within_one_pass_the_order_does_not_depend_on_the_size(
-    tmp_path: Path,
-    n_corpora: int,
-    weights: tuple[float, ...],
-    short: int,
-    long: int,
-    too_long: int | None,
+    tmp_path: Path, n_corpora: int, weights: tuple[float, ...], too_long: int | None
 ) -> None:
     """A run that is extended reads on as one begun with the greater length; see docs."""
     # 47 sequences each
@@ -250,35 +213,21 @@ def test_within_one_pass_the_order_does_not_depend_on_the_size(
     def first(size: int) -> np.ndarray:
         order = build_order(blend, "1", (size, 0, 0), CUT)["train"]
         assert order is not None
-        return order.sequences(0, short)
+        return order.sequences(0, 30)
 
-    assert np.array_equal(first(short), first(long))
-    if too_long is None:  # such a blend starts over
-        assert np.array_equal(first(short), first(10 * long))
-    else:
-        assert not np.array_equal(first(short), first(too_long))
+    assert np.array_equal(first(30), first(45))
+    # A blend without weights starts over after its one pass.
+    assert np.array_equal(first(30), first(too_long or 450)) == (too_long is None)
 
 
-def test_splits_that_nobody_asks_for_are_left_out(corpora: tuple[str, str]) -> None:
-    orders = build_order(Blend(prefixes=corpora), "9,1", (50, 0, 0), CUT)
-    assert [order and len(order) for order in orders.values()] == [50, None, None]
-
-
-@pytest.mark.parametrize(
-    ("n_documents", "split", "expected"),
-    [
-        (1, "949,50,1", True),
-        (99, "8,1,1", True),
-        (100, "8,1,1", False),
-        (500, "949,50,1", False),  # none for the test split alone
-        (100, "999,1,0", True),  # none to validate on
-        (500, "949,50,0", False),
-        (1, "1", False),
-        (1, "0,0,5", False),
-    ],
-)
-def test_few_documents_are_split_by_tokens(n_documents: int, split: str, expected: bool) -> None:
-    assert splits_by_tokens(n_documents, parse_split(split)) == expected
+def test_few_documents_are_split_by_tokens() -> None:
+    by_tokens = [(1, "949,50,1"), (99, "8,1,1")]
+    by_tokens += [(100, "999,1,0")]  # none to validate on
+    by_documents = [(100, "8,1,1"), (500, "949,50,0"), (1, "1"), (1, "0,0,5")]
+    by_documents += [(500, "949,50,1")]  # none for the test split alone
+    for cases, expected in ((by_tokens, True), (by_documents, False)):
+        for n_documents, split in cases:
+            assert subject.splits_by_tokens(n_documents, parse_split(split)) == expected
 
 
 @pytest.mark.parametrize("lengths", [[1000], [3, 900, 97], [50] * 20, [840, 120, 40]])
@@ -291,52 +240,28 @@ def test_a_split_by_tokens_gives_each_token_to_one_split(
     arguments = (blend, "8,1,1", (799, 99, 99), cut, IndexCache(tmp_path / "cache"))
     for _ in range(2):  # built, and read from the cache
         train, valid, test = map(np.array, everything(build_order(*arguments)))
-        for rows, tokens in (
-            (train, range(1, 801)),
-            (valid, range(801, 901)),
-            (test, range(901, 1001)),
-        ):
+        spans = range(1, 801), range(801, 901), range(901, 1001)
+        for rows, tokens in zip((train, valid, test), spans, strict=True):
             assert len(np.unique(rows[:, 0])) == len(rows) == len(tokens) - 1
             assert np.unique(rows).tolist() == list(tokens)
-
-
-def test_sequences_are_cut_from_one_long_document(tmp_path: Path) -> None:
-    blend = Blend(prefixes=(write_corpus(tmp_path / "book", [5000]),))
-    order = build_order(blend, "9,1,0", (1000, 20, 0), CUT)["train"]
-    assert order is not None
-    rows = order.sequences(0, 1000)
-    assert (rows[:562, 0] != np.sort(rows[:562, 0])).any()  # shuffled
-    inside = (np.diff(rows, axis=1) == 1).all(axis=1)
-    assert inside.sum() >= 998  # all but the one across the end of the only epoch
-    assert (np.bincount(rows[:, :-1].ravel(), minlength=4501)[1:] > 0).all()
-    assert rows.max() == 4500
 
 
 def test_a_blend_may_split_one_file_by_tokens(tmp_path: Path) -> None:
     """Each file follows its own rule, so a second one changes nothing in the first."""
     many = write_corpus(tmp_path / "many", [9] * 200)
     few = write_corpus(tmp_path / "few", [900])
-    together = build_order(Blend(prefixes=(many, few), weights=(1, 1)), "9,1,0", (40, 8, 0), CUT)[
-        "valid"
-    ]
-    alone = build_order(Blend(prefixes=(many,), weights=(1,)), "9,1,0", (20, 4, 0), CUT)["valid"]
-    assert together is not None
-    assert alone is not None
+    blends = Blend(prefixes=(many, few), weights=(1, 1)), Blend(prefixes=(many,), weights=(1,))
+    together = build_order(blends[0], "9,1,0", (40, 8, 0), CUT)["valid"]
+    alone = build_order(blends[1], "9,1,0", (20, 4, 0), CUT)["valid"]
+    assert together is not None and alone is not None
     assert sorted({len(corpus.dataset) for corpus in together.corpora}) == [1, 200]
     assert (together.corpora[0].document_index == alone.corpora[0].document_index).all()
 
 
-@pytest.mark.parametrize(
-    ("text", "expected"),
-    [
-        ("949,50,1", ((0.0, 0.949), (0.949, 0.999), (0.999, 1.0))),
-        ("98, 2, 0", ((0.0, 0.98), (0.98, 1.0), None)),
-        ("1", ((0.0, 1.0), None, None)),
-        ("0,.5,.5", (None, (0.0, 0.5), (0.5, 1.0))),
-    ],
-)
-def test_splits(text: str, expected: object) -> None:
-    assert parse_split(text) == expected
+def test_splits() -> None:
+    assert parse_split("98, 2, 0") == ((0.0, 0.98), (0.98, 1.0), None)
+    assert parse_split("1") == ((0.0, 1.0), None, None)
+    assert parse_split("0,.5,.5") == (None, (0.0, 0.5), (0.5, 1.0))
 
 
 def test_an_empty_part_that_is_wanted_is_refused(corpora: tuple[str, str]) -> None:
@@ -350,13 +275,8 @@ def test_an_empty_part_that_is_wanted_is_refused(corpora: tuple[str, str]) -> No
 def test_a_corpus_drawn_too_often_is_refused(tmp_path: Path) -> None:
     """Two sequences become eleven, one from each at least, and so more than one from the heavy."""
     prefixes = tuple(write_corpus(tmp_path / name, [80]) for name in "abcdefghijk")
-    arguments = (
-        Blend(prefixes=prefixes, weights=(10.0, *[1.0] * 10)),
-        "1",
-        (2, 0, 0),
-        CUT,
-        IndexCache(tmp_path / "cache"),
-    )
+    blend = Blend(prefixes=prefixes, weights=(10.0, *[1.0] * 10))
+    arguments = (blend, "1", (2, 0, 0), CUT, IndexCache(tmp_path / "cache"))
     assert build_order(*arguments)["train"] is not None
     write_corpus(tmp_path / "a", [8])
     problem = r"the blend draws 5 sequences from .*a, which has 2"

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
-from tests.data.families import load_reference
+from tests.data.families import FRAGMENTS, assert_exact, load_reference
 from tests.data.published import SMOLLM2, fetch_published
-from tests.data.test_families import FRAGMENTS, assert_exact
 from tokenizers import Tokenizer as HuggingFaceTokenizer
 
 from trainyard.data.tokenizer import GigatokenEngine, load_tokenizer
@@ -59,7 +59,7 @@ def test_a_published_tokenizer_has_the_ids_of_the_reference(
         assert name in ("qwen2_5", "qwen3", "gptoss")
         base = tmp_path / "base"
         base.mkdir()
-        (base / "tokenizer.json").write_text(json.dumps(content), "utf-8")
+        shutil.copy(folder / "tokenizer.json", base)
         (base / "tokenizer_config.json").write_text(json.dumps(BASE_CONFIG))
         folder, vocabulary = base, load_vocabulary(base)
     texts = [*lines, *FRAGMENTS, *(a + b for a in FRAGMENTS[::3] for b in FRAGMENTS)]
