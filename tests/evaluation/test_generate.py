@@ -8,13 +8,7 @@ from tests.model.test_gpt import MODERN, SHAPE, build
 
 from trainyard.errors import CheckpointError, ConfigError, DataError
 from trainyard.evaluation import generate as generating
-from trainyard.evaluation.generate import (
-    Sampling,
-    choose,
-    find_largest,
-    generate,
-    generate_steps,
-)
+from trainyard.evaluation.generate import Sampling, choose, find_largest, generate
 from trainyard.model.gpt import GPT
 
 T = 16
@@ -62,19 +56,14 @@ MODELS: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("options", MODELS.values(), ids=MODELS)
-def test_a_batch_gives_each_prompt_what_it_gets_alone(options: dict[str, Any]) -> None:
+def test_a_batch_gives_each_prompt_what_it_gets_alone(
+    options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
     model = build(SHAPE.model_copy(update=options), torch.float64).double()
     prompts = [[5, 3, 8, 1, 4, 4], [7], [3, 2, 9], []]
     together = generate(model, prompts, 10, GREEDY, eod_id=3)
     assert together == [generate(model, [ids], 10, GREEDY, eod_id=3)[0] for ids in prompts]
     assert len(set(map(tuple, together))) == 4
-
-
-@pytest.mark.parametrize("options", MODELS.values(), ids=MODELS)
-def test_logits_of_a_batch_are_those_of_each_prompt(
-    options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    model = build(SHAPE.model_copy(update=options), torch.float64).double()
     seen: list[torch.Tensor] = []
 
     def note(logits: torch.Tensor, *_: Any) -> torch.Tensor:
@@ -83,13 +72,12 @@ def test_logits_of_a_batch_are_those_of_each_prompt(
 
     monkeypatch.setattr(generating, "choose", note)
     monkeypatch.setattr(model, "logits", lambda hidden: hidden @ model.head_weight.t())
-    prompts = [[5, 3, 8, 1, 4, 4], [7], [3, 2, 9]]
-    generate(model, prompts, 4, GREEDY)
-    together = torch.stack(seen, 1)
-    for number, prompt in enumerate(prompts):
+    generate(model, prompts[:3], 4, GREEDY)
+    logits = torch.stack(seen, 1)
+    for number, prompt in enumerate(prompts[:3]):
         seen.clear()
         generate(model, [prompt], 4, GREEDY)
-        torch.testing.assert_close(together[[number]], torch.stack(seen, 1), rtol=0, atol=1e-12)
+        torch.testing.assert_close(logits[[number]], torch.stack(seen, 1), rtol=0, atol=1e-12)
 
 
 def test_prompts_that_do_not_fit_together_are_continued_by_length(model: GPT) -> None:
@@ -105,22 +93,13 @@ def test_padding_of_the_vocabulary_is_never_chosen(model: GPT) -> None:
     assert {i for ids in few for i in ids} == set(range(5))
 
 
-def test_a_seed_gives_the_same_text_and_another_one_another(model: GPT) -> None:
+def test_texts_depend_on_the_seed_and_samples_of_one_prompt_differ(model: GPT) -> None:
     texts = [generate(model, [[1, 2]], 20, Sampling(1.0, 0, 1.0, seed)) for seed in (7, 7, 8)]
     assert texts[0] == texts[1] != texts[2]
-
-
-def test_samples_of_one_prompt_differ(model: GPT) -> None:
-    first, second = generate(model, 2 * [[1, 2]], 20, Sampling(1.0, 0, 1.0))
-    assert len(first) == len(second) == 20
-    assert first != second
-
-
-def test_samples_differ_beside_a_prompt_of_another_length(model: GPT) -> None:
-    prompts = [[1, 2], [3], [1, 2]]
-    first, _, second = generate(model, prompts, 2 * T, Sampling(1.0, 0, 1.0))
-    assert len(first) == len(second) == 2 * T
-    assert first != second
+    for prompts in ([[1, 2], [1, 2]], [[1, 2], [3], [1, 2]]):
+        first, *_, second = generate(model, prompts, 2 * T, Sampling(1.0, 0, 1.0))
+        assert len(first) == len(second) == 2 * T
+        assert first != second
 
 
 def draw(probabilities: list[float], sampling: Sampling, n: int = 4000) -> dict[int, float]:
@@ -129,46 +108,44 @@ def draw(probabilities: list[float], sampling: Sampling, n: int = 4000) -> dict[
     return {int(i): float((ids == i).float().mean()) for i in ids.unique()}
 
 
-def test_top_k_keeps_the_k_likeliest() -> None:
-    found = draw([0.1, 0.4, 0.2, 0.3], Sampling(1.0, top_k=2, top_p=1))
-    assert found == pytest.approx({1: 4 / 7, 3: 3 / 7}, abs=0.03)
-
-
-def test_top_p_keeps_the_fewest_that_reach_it() -> None:
-    shares = [0.1, 0.4, 0.2, 0.3]
-    assert set(draw(shares, Sampling(1.0, 0, top_p=0.3))) == {1}
-    assert set(draw(shares, Sampling(1.0, 0, top_p=0.6))) == {1, 3}
-    assert set(draw(shares, Sampling(1.0, 0, top_p=1e-9))) == {1}
-    assert draw(shares, Sampling(1.0, 0, top_p=0.75)) == pytest.approx(
-        {1: 4 / 9, 3: 3 / 9, 2: 2 / 9}, abs=0.03
-    )
-
-
-def test_temperature_sharpens_and_flattens() -> None:
-    # squared and normalized: 0.8^2 / (0.8^2 + 0.2^2)
-    cold = draw([0.2, 0.8], Sampling(0.5, 0, 1))
-    assert cold[1] == pytest.approx(0.64 / 0.68, abs=0.02)
-    assert draw([0.2, 0.8], Sampling(100.0, 0, 1))[1] == pytest.approx(0.5, abs=0.03)
+@pytest.mark.parametrize(
+    ("sampling", "expected"),
+    [
+        (Sampling(1.0, top_k=2, top_p=1), {1: 4 / 7, 3: 3 / 7}),
+        (Sampling(1.0, 0, top_p=0.3), {1: 1}),
+        (Sampling(1.0, 0, top_p=0.6), {1: 4 / 7, 3: 3 / 7}),
+        (Sampling(1.0, 0, top_p=0.75), {1: 4 / 9, 3: 3 / 9, 2: 2 / 9}),
+        (Sampling(1.0, 0, top_p=1e-9), {1: 1}),
+        (Sampling(0.5, 0, 1), {0: 1 / 30, 1: 16 / 30, 2: 4 / 30, 3: 9 / 30}),  # squares
+        (Sampling(1e4, 0, 1), dict.fromkeys(range(4), 1 / 4)),
+    ],
+)
+def test_temperature_and_bounds_choose_among_the_likeliest(
+    sampling: Sampling, expected: dict[int, float]
+) -> None:
+    assert draw([0.1, 0.4, 0.2, 0.3], sampling) == pytest.approx(expected, abs=0.03)
 
 
 def test_a_sample_ends_at_the_end_of_document(model: GPT) -> None:
     whole = generate(model, [[1]], 12, GREEDY)[0]
     stop = whole[4]
     assert generate(model, [[1]], 12, GREEDY, eod_id=stop) == [whole[: whole.index(stop)]]
-    steps = list(generate_steps(model, [[1]], 12, GREEDY, eod_id=stop))
+    steps = list(generating.generate_steps(model, [[1]], 12, GREEDY, eod_id=stop))
     assert len(steps) == whole.index(stop) + 1  # no step after every sample has ended
+    # An empty prompt starts a document.
+    empty = generate(model, [[]], 3, GREEDY, eod_id=49)
+    assert empty == generate(model, [[49]], 3, GREEDY, eod_id=49)
 
 
-def test_an_empty_prompt_starts_a_document(model: GPT) -> None:
-    ids = generate(model, [[]], 3, GREEDY, eod_id=49)[0]
-    assert ids == generate(model, [[49]], 3, GREEDY, eod_id=49)[0]
-
-
-def test_the_mode_of_the_model_is_restored(model: GPT) -> None:
+def test_the_mode_of_the_model_is_restored_and_weights_that_diverged_are_named(model: GPT) -> None:
     evaluated = generate(model, [[1]], 5, GREEDY)
     model.train()
     assert generate(model, [[1]], 5, GREEDY) == evaluated
     assert model.training
+    with torch.no_grad():
+        model.final_norm.weight.fill_(float("nan"))
+    with pytest.raises(CheckpointError, match=r"scores are not numbers .* diverged"):
+        generate(model, [[1]], 3, GREEDY)
 
 
 @pytest.mark.parametrize(
@@ -186,30 +163,18 @@ def test_a_wrong_prompt_is_refused(model: GPT, prompt: list[int], problem: str) 
 
 
 @pytest.mark.parametrize(
-    ("options", "problem"),
+    ("option", "values"),
     [
-        *(
-            ({"temperature": x}, f"temperature {x} is neither 0 nor at least")
-            for x in (-0.1, 1e-45, NAN, INF)
-        ),
-        *(
-            ({"top_p": x}, f"top_p {x} is not above 0 and at most 1")
-            for x in (0.0, -1.0, 1.01, NAN)
-        ),
-        *(({"seed": x}, f"seed {x} is outside 0 to 2") for x in (-1, 2**63)),
-        ({"top_k": -1}, "top_k -1 is below 0\nhint: 0 allows every token"),
+        ("temperature", (-0.1, 1e-45, NAN, INF)),
+        ("top_p", (0.0, -1.0, 1.01, NAN)),
+        ("seed", (-1, 2**63)),
+        ("top_k", (-1,)),
     ],
 )
-def test_wrong_options_are_refused(options: dict[str, Any], problem: str) -> None:
-    with pytest.raises(ConfigError, match=problem):
-        Sampling(**options)
-
-
-def test_a_diverged_model_is_named(model: GPT) -> None:
-    with torch.no_grad():
-        model.final_norm.weight.fill_(float("nan"))
-    with pytest.raises(CheckpointError, match=r"scores are not numbers .* diverged"):
-        generate(model, [[1]], 3, GREEDY)
+def test_wrong_options_are_refused(option: str, values: tuple[float, ...]) -> None:
+    for value in values:
+        with pytest.raises(ConfigError, match=f"^{option} {value} is .*\n?hint: "):
+            Sampling(**{option: value})  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("sampling", [GREEDY, Sampling(seed=3, top_k=7), Sampling(top_k=0)])

@@ -9,15 +9,8 @@ import torch
 import torch.nn.functional as F
 
 from trainyard.errors import DataError
-from trainyard.evaluation.loss import (
-    HeldOut,
-    Predictor,
-    count_bytes,
-    evaluate_documents,
-    held_out_loss,
-    loss_of_model,
-    unigram_loss,
-)
+from trainyard.evaluation import loss as subject
+from trainyard.evaluation.loss import HeldOut, Predictor, evaluate_documents, loss_of_model
 from trainyard.model.gpt import GPT
 
 T = 16
@@ -36,7 +29,7 @@ def some_ids(n: int, seed: int = 0, below: int = 50) -> np.ndarray[Any, Any]:
 
 
 def loss_of(model: GPT, *batches: tuple[torch.Tensor, torch.Tensor]) -> HeldOut:
-    return held_out_loss(loss_of_model(model), batches, model.vocabulary_size)
+    return subject.held_out_loss(loss_of_model(model), batches, model.vocabulary_size)
 
 
 def predictor(model: GPT, batch_size: int = 8) -> Predictor:
@@ -46,16 +39,14 @@ def predictor(model: GPT, batch_size: int = 8) -> Predictor:
 
 def test_held_out_loss_equals_the_direct_computation(model: GPT) -> None:
     ids = some_ids(3 * (T + 1)).reshape(3, T + 1).tolist()
-    tokens = torch.tensor([row[:-1] for row in ids])
-    labels = torch.tensor([row[1:] for row in ids])
+    rows = torch.tensor(ids)
+    tokens, labels = rows[:, :-1], rows[:, 1:].clone()
     labels[2, 5:] = -100
     found = loss_of(model, (tokens[:2], labels[:2]), (tokens[2:], labels[2:]))
     expected = direct_loss(model, ids[0]) + direct_loss(model, ids[1])
     expected += direct_loss(model, ids[2][:6])
     assert found.n_tokens == 2 * T + 5
     assert found.summed_loss == pytest.approx(expected, rel=1e-6)
-    assert found.mean_loss == pytest.approx(expected / (2 * T + 5), rel=1e-6)
-    assert found.perplexity == pytest.approx(math.exp(found.mean_loss))
     assert found.bits_per_byte is None
     assert found.token_counts is not None
     assert found.token_counts.tolist() == np.bincount(labels[labels >= 0], minlength=50).tolist()
@@ -71,11 +62,6 @@ def test_held_out_loss_leaves_the_mode_and_no_gradients(model: GPT) -> None:
         loss_of(model, (999 * ones, ones))
     assert model.training
     assert all(parameter.grad is None for parameter in model.parameters())
-
-
-def test_nothing_to_predict_is_an_error(model: GPT) -> None:
-    with pytest.raises(DataError, match="no token to predict\nhint: give a longer text"):
-        loss_of(model)
 
 
 @pytest.mark.parametrize("n_tokens", [1, T - 1, T, T + 1, 3 * T, 5 * T + 3])
@@ -129,7 +115,7 @@ def test_bits_per_byte_by_hand() -> None:
 
 def test_bytes_are_those_of_the_text_without_ends_of_documents(letters: Any, model: GPT) -> None:
     ids = np.array([1, 3, 4, 0, 2, 0])  # "aé漢" and "b": 1 + 2 + 3 and 1 bytes
-    assert count_bytes(ids, letters) == 7
+    assert subject.count_bytes(ids, letters) == 7
     assert evaluate_documents(predictor(model), [ids[:4], ids[4:]], letters).n_bytes == 7
 
 
@@ -138,24 +124,27 @@ def test_sequences_of_a_split_count_the_bytes_of_what_is_predicted(
 ) -> None:
     batches = [(torch.tensor([[4, 4, 4]]), torch.tensor([[4, 1, -100]]))]
     loss = loss_of_model(model)
-    found = held_out_loss(loss, batches, model.vocabulary_size, letters)
+    found = subject.held_out_loss(loss, batches, model.vocabulary_size, letters)
     assert (found.n_tokens, found.n_bytes) == (2, 4)
-    assert held_out_loss(loss, batches, model.vocabulary_size, None).n_bytes is None
 
 
 def test_unigram_loss_by_hand() -> None:
     # seen 3, 1, 0 times; one added to each: probabilities 4/7, 2/7, 1/7
-    loss = unigram_loss(np.array([3, 1, 0]), np.array([2, 0, 1]))
+    loss = subject.unigram_loss(np.array([3, 1, 0]), np.array([2, 0, 1]))
     assert loss == pytest.approx(-(2 * math.log(4 / 7) + math.log(1 / 7)) / 3)
 
 
-def test_an_id_of_another_vocabulary_is_named(model: GPT) -> None:
-    documents = [np.array([1, 2]), np.array([3, 50])]
-    with pytest.raises(DataError, match=r"document 1: token id 50 is outside .* vocabulary of 50"):
-        evaluate_documents(predictor(model), documents, None)
-
-
-@pytest.mark.parametrize("stride", [-1, T + 1])
-def test_a_stride_beyond_the_window_is_refused(model: GPT, stride: int) -> None:
-    with pytest.raises(DataError, match=f"stride {stride} is not between 1 and .* {T}"):
-        evaluate_documents(predictor(model), [some_ids(5)], None, stride=stride)
+@pytest.mark.parametrize(
+    ("documents", "stride", "problem"),
+    [
+        ([[1, 2], [3, 50]], None, r"document 1: token id 50 is outside .* vocabulary of 50"),
+        ([[1, 2]], -1, f"stride -1 is not between 1 and .* {T}"),
+        ([[1, 2]], T + 1, f"stride {T + 1} is not between 1 and .* {T}"),
+        ([], None, "no token to predict\nhint: give a longer text"),
+    ],
+)
+def test_what_cannot_be_predicted_is_named(
+    model: GPT, documents: list[list[int]], stride: int | None, problem: str
+) -> None:
+    with pytest.raises(DataError, match=problem):
+        evaluate_documents(predictor(model), map(np.array, documents), None, stride=stride)

@@ -55,23 +55,21 @@ def evaluate(
 
 
 @pytest.mark.parametrize(
-    ("n_ranks", "overrides"),
+    ("n_ranks", "layout"),
     [
-        (4, ["parallel.tensor=2", "parallel.pipeline=2"]),
-        (3, []),
-        pytest.param(2, ["parallel.zero_stage=3"], marks=MANY),
-        pytest.param(2, ["parallel.context=2"], marks=MANY),
-        pytest.param(2, ["parallel.tensor=2", "parallel.sequence=true"], marks=MANY),
-        pytest.param(
-            *(2, ["parallel.pipeline=2", "parallel.chunks=2", "parallel.schedule=interleaved"]),
-            marks=MANY,
-        ),
+        (4, "tensor=2 pipeline=2"),
+        (3, ""),
+        pytest.param(2, "zero_stage=3", marks=MANY),
+        pytest.param(2, "context=2", marks=MANY),
+        pytest.param(2, "tensor=2 sequence=true", marks=MANY),
+        pytest.param(2, "pipeline=2 chunks=2 schedule=interleaved", marks=MANY),
     ],
 )
 @pytest.mark.parametrize("dtype", [torch.float64, pytest.param(torch.float32, marks=MANY)])
 def test_ranks_find_the_loss_of_one_device(
-    folder: Path, tmp_path: Path, n_ranks: int, overrides: list[str], dtype: torch.dtype
+    folder: Path, tmp_path: Path, n_ranks: int, layout: str, dtype: torch.dtype
 ) -> None:
+    overrides = [f"parallel.{field}" for field in layout.split()]
     alone = evaluate(folder, [], dtype, Process())
 
     def be_rank(rank: int) -> None:
@@ -105,12 +103,10 @@ def test_the_verb_starts_ranks_and_prints_once(folder: Path) -> None:
 
 def test_only_the_layout_may_change(folder: Path) -> None:
     run = read_trained_run(folder / "runs" / "four").run
-    with pytest.raises(ConfigError) as raised:
+    with pytest.raises(
+        ConfigError, match=r"'model\.n_layers=2': evaluate can change only the layout"
+    ):
         evaluated_run(run, ["model.n_layers=2"], 2, "fp32")
-    assert (
-        raised.value.problem == "'model.n_layers=2': evaluate can change only the layout of a run"
-    )
-    assert raised.value.hint == "give fields of parallel, such as parallel.tensor=2"
     with pytest.raises(ConfigError, match=r"3 ranks cannot be divided by parallel\.tensor=2"):
         evaluated_run(run, ["parallel.tensor=2"], 3, "fp32")
 
@@ -122,17 +118,12 @@ def test_ranks_are_not_started_twice(folder: Path) -> None:
     }
     ended = trainyard("evaluate", "runs/four", "--ranks=2", folder=folder, **environment)
     assert ended.returncode == 2
-    assert ended.stderr == (
-        "error: --ranks: a launcher has already started 2 ranks\n"
-        "hint: omit --ranks, or the launcher\n"
-    )
+    assert "error: --ranks: a launcher has already started 2 ranks\nhint: " in ended.stderr
 
 
 def test_what_was_trained_in_fp8_with_zero_is_evaluated_without(folder: Path) -> None:
-    run = load_run(
-        "gpt3-13b",
-        ["precision.kind=fp8_lowbit", "precision.fp8.all_gather=true", "parallel.zero_stage=2"],
-    ).run
+    precision = ["precision.kind=fp8_lowbit", "precision.fp8.all_gather=true"]
+    run = load_run("gpt3-13b", [*precision, "parallel.zero_stage=2"]).run
     found = evaluated_run(run, ["parallel.tensor=8", "parallel.pipeline=2"], 32, "bf16")
     assert (found.precision.kind, found.parallel.zero_stage) == ("bf16", 0)
     assert found.train.global_batch_size == 2 * 8 * run.train.micro_batch_size

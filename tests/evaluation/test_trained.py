@@ -20,13 +20,9 @@ from trainyard.data.indexed import IndexedWriter
 from trainyard.data.loader import build_orders
 from trainyard.data.tokenizer import Tokenizer, load_tokenizer
 from trainyard.errors import CheckpointError, ConfigError, DataError
+from trainyard.evaluation import trained as subject
 from trainyard.evaluation.loss import count_bytes, unigram_loss
-from trainyard.evaluation.trained import (
-    TrainedRun,
-    count_training_tokens,
-    read_documents,
-    read_trained_run,
-)
+from trainyard.evaluation.trained import count_training_tokens, read_documents, read_trained_run
 from trainyard.layout.resolve import resolve
 from trainyard.model.gpt import GPT, initialize
 
@@ -60,23 +56,14 @@ def run_folder(tokenizer: Tokenizer, tmp_path_factory: pytest.TempPathFactory) -
 
 def save_untrained(folder: Path, *overrides: str, scale: float = 1.0) -> None:
     """Saves a model that has learnt nothing as the checkpoint of step 7."""
-    run = load_run(
-        "tiny",
-        [
-            "model.d_model=16",
-            "model.d_ff=32",
-            "model.vocabulary_size=280",
-            "data.split='80,0,20'",
-            f"data.cache_folder='{folder.parent / 'cache'}'",
-            "evaluate.batches=1",
-            *overrides,
-        ],
-    ).run
+    small = ["model.d_model=16", "model.d_ff=32", "model.vocabulary_size=280"]
+    small += ["data.split='80,0,20'", "evaluate.batches=1"]
+    cache = f"data.cache_folder='{folder.parent / 'cache'}'"
+    run = load_run("tiny", [*small, cache, *overrides]).run
     model = GPT(run.model, 320)
     initialize(model, seed=1)
-    facts = Facts(
-        step=7, consumed_sequences=56, consumed_tokens=3584, run=run.model_dump(mode="json")
-    )
+    counts = {"step": 7, "consumed_sequences": 56, "consumed_tokens": 3584}
+    facts = Facts(**counts, run=run.model_dump(mode="json"))
     tensors = {f"model.{name}": scale * value.detach() for name, value in model.named_parameters()}
     folder.mkdir(parents=True, exist_ok=True)
     save_checkpoint(folder / "checkpoints", facts, tensors)
@@ -120,28 +107,17 @@ def test_a_sequence_that_cuts_characters_counts_their_bytes_within_it(tokenizer:
 
 
 def test_held_out_text_that_cannot_be_read_is_named(tmp_path: Path, tokenizer: Tokenizer) -> None:
-    path = tmp_path / "book.txt"
-    with pytest.raises(DataError, match=r"cannot read .*book.txt: No such file"):
-        read_documents(str(path), tokenizer)
-    path.write_bytes(b"caf\xe9!")
-    with pytest.raises(DataError, match="is not UTF-8 text: byte 3 is 0xe9"):
-        read_documents(str(path), tokenizer)
-    for name in ("a.jsonl", "a.JSON", "web_text_document.json"):
-        Path(name).write_text('{"text": "a"}\n')
-        with pytest.raises(DataError, match=rf"{name} is JSON.* plain text"):
-            read_documents(name, tokenizer)
-    path.write_text("plain")
-    with pytest.raises(DataError, match="is text, and the run names no tokenizer"):
-        read_documents(str(path), None)
-
-
-def test_training_tokens_are_counted_without_held_out_documents(run_folder: Path) -> None:
-    run = read_trained_run(run_folder).run
-    order = build_orders(run, resolve(run))["train"]
-    assert order is not None
-    counts = count_training_tokens(order, 280)
-    expected = np.bincount(order.sequences(0, len(order))[:, 1:].ravel(), minlength=280)
-    assert counts.tolist() == expected.tolist()
+    (tmp_path / "latin.txt").write_bytes(b"caf\xe9!")
+    (tmp_path / "book.txt").write_text("plain")
+    for name, reader, problem in (
+        ("none.txt", tokenizer, "cannot read none.txt: No such file"),
+        ("latin.txt", tokenizer, "latin.txt is not UTF-8 text: byte 3 is 0xe9"),
+        ("a.JSON", tokenizer, "a.JSON is JSON.* plain text"),
+        ("web.jsonl", tokenizer, "web.jsonl is JSON.* plain text"),
+        ("book.txt", None, "book.txt is text, and the run names no tokenizer"),
+    ):
+        with pytest.raises(DataError, match=problem):
+            read_documents(name, reader)
 
 
 def test_evaluating_the_test_split_keeps_the_result(run_folder: Path) -> None:
@@ -150,9 +126,8 @@ def test_evaluating_the_test_split_keeps_the_result(run_folder: Path) -> None:
     found = json.loads((run_folder / "evaluation.json").read_text())
     assert found["n_tokens"] == 8 * 64  # one global batch
     assert found["loss"] == pytest.approx(math.log(280), abs=0.2)  # nothing learnt yet
-    assert found["bits_per_byte"] == pytest.approx(
-        found["loss"] * found["n_tokens"] / math.log(2) / found["n_bytes"]
-    )
+    bits = found["loss"] * found["n_tokens"] / math.log(2)
+    assert found["bits_per_byte"] == pytest.approx(bits / found["n_bytes"])
     assert f"loss          {found['loss']:.4f} nats per token" in result.output
     assert f"unigram loss  {found['unigram_loss']:.4f}" in result.output
     assert 0 < found["unigram_loss"] < found["loss"]
@@ -183,9 +158,10 @@ def test_evaluating_a_text_prints_exact_bits_per_byte(
     order = build_orders(run, resolve(run))["train"]
     assert order is not None
     counts = count_training_tokens(order, 280)
-    assert found["unigram_loss"] == pytest.approx(
-        unigram_loss(counts, np.bincount(ids, minlength=280))
-    )
+    expected = np.bincount(order.sequences(0, len(order))[:, 1:].ravel(), minlength=280)
+    assert counts.tolist() == expected.tolist()
+    unigram = unigram_loss(counts, np.bincount(ids, minlength=280))
+    assert found["unigram_loss"] == pytest.approx(unigram)
 
 
 def test_a_run_without_a_test_split_needs_data(run_folder: Path, tmp_path: Path) -> None:
@@ -193,8 +169,7 @@ def test_a_run_without_a_test_split_needs_data(run_folder: Path, tmp_path: Path)
     save_untrained(tmp_path / "run", f"data.blend.prefixes=['{prefix}']", "data.split='100,0,0'")
     error = call(evaluate, str(tmp_path / "run")).exception
     assert isinstance(error, ConfigError)
-    assert "the run has no test split: data.split='100,0,0'" in str(error)
-    assert "hint: pass held-out text with --data" in str(error)
+    assert "the run has no test split: data.split='100,0,0'" in error.problem
 
 
 def test_a_text_can_be_evaluated_where_the_training_data_is_not(
@@ -220,11 +195,8 @@ def test_generated_text_continues_the_prompt_the_same_each_time(run_folder: Path
     assert call(generate, *arguments, "--seed", "1").output != first.output
     two = call(generate, *arguments, "--samples", "2").output
     assert "--- sample 2 of 2\nIt was" in two
-
-
-def test_a_run_without_a_tokenizer_cannot_generate(run_folder: Path) -> None:
     trained = read_trained_run(run_folder)
-    without = TrainedRun(trained.checkpoint, trained.run, None)
+    without = subject.TrainedRun(trained.checkpoint, trained.run, None)
     with pytest.raises(ConfigError, match=r"has no tokenizer.path, so it cannot read text"):
         without.require_tokenizer()
 

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import torch
 from benchmarks.baselines import build_adamw
+from tests.optim.updates import fill_gradients
 
 from trainyard.config.run import Model, Optimizer
 from trainyard.model.gpt import GPT, initialize
@@ -15,12 +16,6 @@ def build() -> GPT:
     model = GPT(SHAPE, 64)
     initialize(model, seed=1)
     return model
-
-
-def fill_gradients(model: GPT, seed: int) -> None:
-    generator = torch.Generator().manual_seed(seed)
-    for parameter in model.parameters():
-        parameter.grad = torch.randn(parameter.shape, generator=generator)
 
 
 def test_matrices_and_embeddings_are_decayed_biases_and_norms_are_not() -> None:

@@ -1,11 +1,11 @@
 from __future__ import annotations
 
-import copy
 import math
+from dataclasses import replace
 
 import pytest
 import torch
-from tests.optim.updates import apply_update
+from tests.optim.updates import apply_update, are_equal, fill_gradients
 from torch import nn
 
 from trainyard.config.run import Optimizer
@@ -16,12 +16,6 @@ from trainyard.optim.clip import StepStats, norms_of
 def net(seed: int = 0) -> nn.Module:
     torch.manual_seed(seed)
     return nn.Sequential(nn.Linear(7, 33), nn.LayerNorm(33), nn.Linear(33, 5))
-
-
-def fill_gradients(module: nn.Module, seed: int, size: float) -> None:
-    generator = torch.Generator().manual_seed(seed)
-    for parameter in module.parameters():
-        parameter.grad = size * torch.randn(parameter.shape, generator=generator)
 
 
 def totals(module: nn.Module) -> StepStats:
@@ -66,49 +60,33 @@ def test_updates_equal_clip_grad_norm_and_a_plain_step(clip_norm: float, size: f
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
-def test_a_gradient_that_is_not_finite_leaves_weights_and_state_untouched(bad: float) -> None:
+@pytest.mark.parametrize("where", ["gradient", "loss"])
+def test_what_is_not_finite_leaves_weights_and_state_untouched(bad: float, where: str) -> None:
     module = net()
     optimizer = AdamW(list(module.parameters()), Optimizer())
-    fill_gradients(module, 0, 1.0)
+    fill_gradients(module, 0)
     apply_update(optimizer, totals(module), 1.0)
     before = everything(module, optimizer)
-    fill_gradients(module, 1, 1.0)
-    module[2].weight.grad[1, 1] = bad
-    assert apply_update(optimizer, totals(module), 1.0)
-    for old, new in zip(before, everything(module, optimizer), strict=True):
-        assert torch.equal(old, new)
-    fill_gradients(module, 2, 1.0)
+    fill_gradients(module, 1)
+    found = totals(module)
+    if where == "gradient":
+        module[2].weight.grad[1, 1] = bad
+        found = totals(module)
+    else:
+        found = replace(found, loss=torch.tensor(bad))
+    assert apply_update(optimizer, found, 1.0)
+    assert are_equal(before, everything(module, optimizer))
+    fill_gradients(module, 2)
     assert not apply_update(optimizer, totals(module), 1.0)
     assert not torch.equal(before[0], module[0].weight)
 
 
 def test_a_skipped_first_step_leaves_the_optimizer_as_new() -> None:
-    module = net()
-    untouched = copy.deepcopy(module)
-    optimizer = AdamW(list(module.parameters()), Optimizer())
-    fill_gradients(module, 0, math.nan)
-    apply_update(optimizer, totals(module), 1.0)
-    for old, new in zip(untouched.parameters(), module.parameters(), strict=True):
-        assert torch.equal(old, new)
-    moments = everything(module, optimizer)[len([*module.parameters()]) :]
-    assert moments and all(moment.count_nonzero() == 0 for moment in moments)
-    fill_gradients(module, 1, 1.0)
-    fill_gradients(untouched, 1, 1.0)
-    apply_update(optimizer, totals(module), 1.0)
-    apply_update(AdamW([*untouched.parameters()], Optimizer()), totals(untouched), 1.0)
-    for new, other in zip(module.parameters(), untouched.parameters(), strict=True):
-        assert torch.equal(new, other)  # the skipped step is not counted
-
-
-def test_a_loss_that_is_not_finite_skips_the_step() -> None:
-    module = net()
-    optimizer = AdamW(list(module.parameters()), Optimizer())
-    fill_gradients(module, 0, 1.0)
-    apply_update(optimizer, totals(module), 1.0)
-    before = everything(module, optimizer)
-    spoilt = StepStats(torch.tensor(math.nan), totals(module).norm, torch.ones(()))
-    assert apply_update(optimizer, spoilt, 1.0)
-    for old, new in zip(before, everything(module, optimizer), strict=True):
-        assert torch.equal(old, new)
-    assert not apply_update(optimizer, totals(module), 1.0)
-    assert not torch.equal(before[0], module[0].weight)
+    modules = [net(), net()]
+    optimizers = [AdamW(list(module.parameters()), Optimizer()) for module in modules]
+    fill_gradients(modules[0], 0, math.nan)
+    apply_update(optimizers[0], totals(modules[0]), 1.0)
+    for module, optimizer in zip(modules, optimizers, strict=True):
+        fill_gradients(module, 1)
+        apply_update(optimizer, totals(module), 1.0)
+    assert are_equal(*map(everything, modules, optimizers))

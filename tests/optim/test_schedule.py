@@ -28,13 +28,9 @@ def test_golden_cosines(warmup: str, decay: str, consumed: int, expected: str) -
     assert f"{rate([*guide, *lengths], consumed):.3e}" == expected
 
 
-SHAPE = [
-    "optimizer.learning_rate=1.0",
-    "schedule.minimum_learning_rate=0.2",
-    "schedule.warmup='10 sequences'",
-    "schedule.decay='110 sequences'",
-    "schedule.cooldown='20 sequences'",
-]
+SHAPE = ["optimizer.learning_rate=1.0", "schedule.minimum_learning_rate=0.2"]
+SHAPE += ["schedule.warmup='10 sequences'", "schedule.decay='110 sequences'"]
+SHAPE += ["schedule.cooldown='20 sequences'"]
 
 
 @pytest.mark.parametrize(

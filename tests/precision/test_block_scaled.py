@@ -51,25 +51,14 @@ def test_zeros_stay_zero_and_one_number_among_them_is_exact() -> None:
     assert torch.equal(BlockScaledTensor.zeros(shape, E4M3, device).decode(), torch.zeros(3, 64))
 
 
-def test_subnormal_and_largest_numbers_do_not_become_infinite() -> None:
-    values = torch.tensor([[3e38] + [1.0] * 31, [1e-45] * 32])
-    for dtype in (E4M3, FP16):
-        found = BlockScaledTensor.of(values, dtype).decode()
-        assert found.isfinite().all()
-        assert found[0, 0].item() == pytest.approx(values[0, 0].item(), rel=HALF_STEP[dtype])
-        assert found[1].abs().max() <= 2e-38
-
-
-def test_a_large_ratio_costs_the_small_their_digits_and_nobody_else() -> None:
-    values = random(4, 64)
-    values[0, 0] = 1e6
-    found = BlockScaledTensor.of(values).decode()
-    assert (found[0, 1:32] == 0).all() or found[0, 1:32].abs().max() < 8
-    rest = torch.ones(4, 64, dtype=torch.bool)
-    rest[0, :32] = False
-    torch.testing.assert_close(
-        found[rest], BlockScaledTensor.of(random(4, 64)).decode()[rest], rtol=0, atol=0
-    )
+@pytest.mark.parametrize("dtype", [E4M3, FP16])
+def test_extreme_numbers_stay_finite_and_change_no_other_block(dtype: torch.dtype) -> None:
+    values = torch.cat([torch.tensor([[3e38] + [1.0] * 31, [1e-45] * 32]), random(2, 32)])
+    found = BlockScaledTensor.of(values, dtype).decode()
+    assert found.isfinite().all()
+    assert found[0, 0].item() == pytest.approx(values[0, 0].item(), rel=HALF_STEP[dtype])
+    assert found[1].abs().max() <= 2e-38
+    assert torch.equal(found[2:], BlockScaledTensor.of(values[2:], dtype).decode())
 
 
 @pytest.mark.parametrize("dtype", [E4M3, FP16])
@@ -120,11 +109,6 @@ def test_noise_is_even_and_differs_between_blocks_columns_and_keys() -> None:
     assert one.min() == 0.0 and one.max() < 1.0
     counts = torch.histc(one, 16, 0, 1)
     assert (counts / one.numel() * 16 - 1).abs().max() < 0.05
-    pairs = {
-        "keys": (one, two),
-        "blocks": (one[1:], one[:-1]),
-        "columns": (one[:, 1:], one[:, :-1]),
-    }
-    for what, (a, b) in pairs.items():
+    for a, b in ((one, two), (one[1:], one[:-1]), (one[:, 1:], one[:, :-1])):
         correlation = torch.corrcoef(torch.stack([a.flatten(), b.flatten()]))[0, 1]
-        assert abs(correlation.item()) < 0.015, what
+        assert abs(correlation.item()) < 0.015

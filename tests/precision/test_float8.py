@@ -19,24 +19,14 @@ from trainyard.config.run import Run
 from trainyard.errors import ConfigError, MachineError
 from trainyard.model.gpt import GPT
 from trainyard.model.linear import Linear, MatmulFunction, PlainProduct
-from trainyard.precision.float8 import (
-    blocks_in_fp8,
-    build_product,
-    convert_to_float8,
-    refuse_device,
-)
-from trainyard.training.state import State, TrainContext
+from trainyard.precision import float8
+from trainyard.precision.float8 import blocks_in_fp8, build_product, refuse_device
+from trainyard.training.state import State
 from trainyard.training.step import train_step
 
 SMALL = {
-    "n_layers": 4,
-    "d_model": 32,
-    "n_heads": 2,
-    "d_ff": 64,
-    "sequence_length": 16,
-    "vocabulary_size": 90,
-    "vocabulary_multiple": 8,
-    "dropout": 0.0,
+    **{"n_layers": 4, "d_model": 32, "n_heads": 2, "d_ff": 64, "sequence_length": 16},
+    **{"vocabulary_size": 90, "vocabulary_multiple": 8, "dropout": 0.0},
 }
 
 
@@ -105,7 +95,7 @@ def test_first_and_last_blocks_stay_precise(
 ) -> None:
     run = run_in_fp8(f"precision.fp8.precise_blocks={n_precise}", n_layers=5)
     model = GPT(run.model, 96, torch.bfloat16, blocks=blocks)
-    convert_to_float8(model, run)
+    float8.convert_to_float8(model, run)
     assert "".join(blocks_in_fp8(model, run)) == expected
     for name, module in model.named_modules():
         if isinstance(module, Linear):
@@ -138,42 +128,36 @@ def test_without_torchao_the_package_is_named(monkeypatch: pytest.MonkeyPatch) -
 
 
 @pytest.mark.parametrize(
-    ("name", "capability", "hip", "architecture", "refused"),
+    ("capability", "architecture", "refused"),
     [
-        ("NVIDIA A100-SXM4-80GB", (8, 0), None, "", "has compute capability 8.0"),
-        ("NVIDIA L4", (8, 9), None, "", ""),
-        ("NVIDIA H200", (9, 0), None, "", ""),
-        ("AMD Instinct MI250X", (9, 0), "6.4", "gfx90a:sramecc+", "is gfx90a"),
-        ("AMD Instinct MI300X", (9, 4), "6.4", "gfx942:sramecc+", ""),
+        ((8, 0), "", "has compute capability 8.0"),
+        ((8, 9), "", ""),
+        ((9, 0), "", ""),
+        ((9, 0), "gfx90a:sramecc+", "is gfx90a"),
+        ((9, 4), "gfx942:sramecc+", ""),
     ],
 )
 def test_a_device_is_refused_by_what_it_is(
-    monkeypatch: pytest.MonkeyPatch,
-    name: str,
-    capability: tuple[int, int],
-    hip: str | None,
-    architecture: str,
-    refused: str,
+    monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int], architecture: str, refused: str
 ) -> None:
     properties = SimpleNamespace(gcnArchName=architecture)
-    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: name)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "a GPU")
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
-    monkeypatch.setattr(torch.version, "hip", hip)
+    monkeypatch.setattr(torch.version, "hip", "6.4" if architecture else None)
     run, device = run_in_fp8("precision.fp8.emulate=false"), torch.device("cuda", 0)
     if not refused:
         refuse_device(run, device)
         return
-    with pytest.raises(MachineError, match=f"{name} {refused}"):
+    with pytest.raises(MachineError, match=f"a GPU {refused}"):
         refuse_device(run, device)
     refuse_device(run_in_fp8(), device)
 
 
-def fp8(**fields: Any) -> dict[str, Any]:
-    return {"kind": "fp8", "fp8": {"emulate": True, "precise_blocks": 0, **fields}}
-
-
-def take_steps(context: TrainContext, n_steps: int) -> list[float]:
+def take_steps(precision: dict[str, Any], n_steps: int = 20) -> list[float]:
+    train = {"micro_batch_size": 8, "global_batch_size": 8, "compile": "never"}
+    sections = {"model": SMALL, "train": train, "optimizer": {"learning_rate": 3e-3}}
+    context = build_small_context(**sections, precision=precision)
     state, losses = State.at_start(context), []
     for step in range(n_steps):
         state.step = step
@@ -183,15 +167,11 @@ def take_steps(context: TrainContext, n_steps: int) -> list[float]:
 
 @pytest.mark.parametrize("scaling", ["tensorwise", "rowwise"])
 def test_it_learns_as_bf16_does(scaling: str) -> None:
-    optimizer = {"learning_rate": 3e-3}
-    train = {"micro_batch_size": 8, "global_batch_size": 8, "compile": "never"}
-    sections = {"model": SMALL, "train": train, "optimizer": optimizer}
-    found = [
-        take_steps(build_small_context(**sections, precision=precision), 20)
-        for precision in ({"kind": "bf16"}, fp8(scaling=scaling))
-    ]
-    (first, *_, expected), (*_, last) = found
-    assert found[0] != found[1]
+    settings = {"emulate": True, "precise_blocks": 0, "scaling": scaling}
+    in_bf16, in_fp8 = take_steps({"kind": "bf16"}), take_steps({"kind": "fp8", "fp8": settings})
+    first, *_, expected = in_bf16
+    last = in_fp8[-1]
+    assert in_bf16 != in_fp8
     assert last == pytest.approx(expected, rel=1e-2)
     assert last < first
 

@@ -43,7 +43,7 @@ def results(multiply: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> li
 @pytest.mark.parametrize("shape", [(5, 24), (3, 7, 24), (1, 1, 24), (512, 24), (0, 24)])
 def test_outputs_and_gradients_are_those_of_linear(shape: tuple[int, ...], has_bias: bool) -> None:
     torch.manual_seed(1)
-    x, weight = torch.randn(shape), torch.randn(40, 24)
+    x, weight = torch.randn(shape), torch.randn(24, 40).t()  # in any order of memory
     bias = torch.randn(40) if has_bias else None
     found = results(OneDnnProduct(), x, weight, bias)
     precise = [None if each is None else each.double() for each in (x, weight, bias)]
@@ -61,12 +61,9 @@ def uses_onednn(product: OneDnnProduct, n_rows: int, weight: Tensor) -> bool:
     return "mkldnn::_linear_pointwise" in names
 
 
-def test_many_rows_are_left_to_torch() -> None:
+def test_many_rows_and_small_matmuls_are_left_to_torch(monkeypatch: pytest.MonkeyPatch) -> None:
     weight, product = torch.randn(40, 24), OneDnnProduct(most_rows=8)
     assert uses_onednn(product, 8, weight) and not uses_onednn(product, 9, weight)
-
-
-def test_small_matmuls_are_left_to_torch(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(policy, "LEAST_WORK", LEAST_WORK)
     product, narrow, wide = OneDnnProduct(), torch.randn(192, 64), torch.randn(512, 512)
     assert uses_onednn(product, 1, wide) and uses_onednn(product, 2**25 // (192 * 64) + 1, narrow)
@@ -82,12 +79,6 @@ def test_without_avx512_only_few_rows_are_taken(
     use_onednn(model)
     assert isinstance(model.head_product, OneDnnProduct)
     assert (model.head_product.most_rows == policy.FEW_ROWS) is not has_avx512
-
-
-def test_inputs_in_any_order_of_memory() -> None:
-    torch.manual_seed(1)
-    x, weight = torch.randn(24, 6).t(), torch.randn(24, 40).t()
-    torch.testing.assert_close(OneDnnProduct()(x, weight), F.linear(x, weight))
 
 
 @pytest.mark.parametrize("fields", [GPT3, GPT3 | MODERN], ids=["gpt3", "modern"])
@@ -131,19 +122,13 @@ def products_of(n_ranks: int = 1, **sections: dict[str, Any]) -> set[str]:
     return {type(m.product).__name__ for m in layers if isinstance(m, Linear)}
 
 
-def test_it_is_for_fp32_alone() -> None:
+def test_it_is_for_fp32_on_some_processors_of_amd_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     assert products_of() == {"OneDnnProduct"}
     assert products_of(precision={"kind": "bf16"}) == {"PlainProduct"}
-
-
-def test_it_is_for_some_processors_of_amd_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(parallel_model, "is_amd_with_avx512", lambda: False)
-    assert products_of() == {"PlainProduct"}
-
-
-def test_a_torch_without_it_does_without(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(policy, "has_onednn", lambda: False)
-    assert products_of() == {"PlainProduct"}
+    for module, condition in ((parallel_model, "is_amd_with_avx512"), (policy, "has_onednn")):
+        with monkeypatch.context() as patch:
+            patch.setattr(module, condition, lambda: False)
+            assert products_of() == {"PlainProduct"}
 
 
 def products_of_stages(schedule: str) -> set[str]:

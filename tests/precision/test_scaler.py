@@ -85,23 +85,19 @@ def test_the_example_of_the_module() -> None:
 def test_the_scale_starts_between_its_bounds() -> None:
     assert LossScaler(LossScale(initial=2.0, minimum=8.0), CPU).scale.item() == 8
     assert LossScaler(LossScale(initial=1e300), CPU).scale.item() == LARGEST
-
-
-def test_a_scale_that_was_handed_out_stays() -> None:
+    # One that was handed out stays.
     scaler = LossScaler(LossScale(initial=4.0, hysteresis=1), CPU)
     before = scaler.scale
     scaler.update(BAD)
     assert (before.item(), scaler.scale.item()) == (4, 2)
 
 
-@pytest.mark.parametrize(
-    "damage", [{"scale": 0.0}, {"scale": math.inf}, {"scale": 2.0**65}, {"good_steps": -1}]
-)
-def test_a_damaged_scale_is_refused(damage: dict[str, float]) -> None:
+def test_a_damaged_scale_is_refused() -> None:
     right = {"scale": 4.0, "good_steps": 1, "patience": 0}
     SavedScale.model_validate(right)
-    with pytest.raises(ValidationError):
-        SavedScale.model_validate(right | damage)
+    for damage in ({"scale": 0.0}, {"scale": math.inf}, {"scale": 2.0**65}, {"good_steps": -1}):
+        with pytest.raises(ValidationError):
+            SavedScale.model_validate(right | damage)
 
 
 def test_nothing_waits_for_the_device() -> None:
@@ -114,10 +110,5 @@ def test_nothing_waits_for_the_device() -> None:
     loss = summed_cross_entropy(hidden, weight, labels, LossOptions(7), scaler.scale / 6)
     loss.backward()
     scaler.update(torch.linalg.vector_norm(weight.grad))
-    assert (loss.dtype, hidden.grad.dtype, weight.grad.dtype) == (
-        torch.float32,
-        torch.float16,
-        torch.float32,
-    )
     with pytest.raises(RuntimeError, match="meta"):
         scaler.as_saved()
