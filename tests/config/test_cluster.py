@@ -85,6 +85,14 @@ def test_the_command_line_comes_last() -> None:
 
 
 @pytest.mark.parametrize(
+    ("text", "time"),
+    [("24 hours", "24:00:00"), ("90 minutes", "1:30:00"), ("1-12:30:05", "36:30:05")],
+)
+def test_times_as_people_and_slurm_write_them(text: str, time: str) -> None:
+    assert read_cluster("slurm", {"time": text}).launch.time == time
+
+
+@pytest.mark.parametrize(
     ("name", "problem", "hint"),
     [
         ("lumii", "no cluster named 'lumii'", "did you mean lumi?"),
@@ -110,7 +118,7 @@ def test_no_such_cluster(name: str, problem: str, hint: str) -> None:
         ({"partition": "'"}, "is not a name"),
         ({"hosts": ["n1", "n2 n3"]}, "'n2 n3' is not a name"),
         ({"hosts": ["-oProxyCommand=touch marker"]}, "is not a name"),
-        ({"time": "12"}, "'12' is not a time: write HOURS:MINUTES:SECONDS, as in 12:00:00"),
+        ({"time": "12"}, "'12' is not a time: write 12:00:00"),
         ({"time": "12:60:00"}, "'12:60:00' is not a time"),
         ({"time": "00:00:00"}, "'00:00:00' leaves the job no time"),
         ({"options": ["exclusive"]}, "is not a scheduler option: those begin with -"),

@@ -33,6 +33,21 @@ def test_what_is_right_is_taken() -> None:
 
 
 @pytest.mark.parametrize(
+    ("options", "warns"),
+    [
+        (["--qos=high"], True),
+        (["--qos=high", "--gpus-per-node=4"], False),
+        (["--gres=gpu:4"], False),
+    ],
+)
+def test_a_job_without_gpus_is_not_silent(
+    options: list[str], warns: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    check_job(job(options=options), 8)
+    assert ("no option asks Slurm for GPUs" in caplog.text) is warns
+
+
+@pytest.mark.parametrize(
     "name", ["a;b", "$(touch marker)", "a\nb", "'", '"', "-rf", "", "a b", "ü"]
 )
 def test_names(name: str) -> None:

@@ -58,11 +58,15 @@ def test_files_save_and_stop_a_run(tiny_run: Run, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("seconds", "expected"),
-    [(None, None), (3600.0, None), (-1.0, None), (59.0, "75 the job's time limit is in ")],
+    ("seconds", "save", "expected"),
+    [
+        *((None, 0.0, None), (3600.0, 0.0, None), (-1.0, 0.0, None), (3600.0, 500.0, None)),
+        (59.0, 0.0, "75 the job's time limit is in "),
+        (600.0, 560.0, "75 the job's time limit is in "),
+    ],
 )
-def test_the_time_limit_of_a_job(seconds: float | None, expected: str | None) -> None:
-    found = Stop(None, scheduler_seconds=seconds).stop_request()
+def test_the_time_limit_of_a_job(seconds: float | None, save: float, expected: str | None) -> None:
+    found = Stop(None, scheduler_seconds=seconds, save_seconds=lambda: save).stop_request()
     assert found == expected if expected is None else (found or "").startswith(expected)
 
 

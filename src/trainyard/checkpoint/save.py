@@ -4,7 +4,7 @@ Everything is written and flushed under a hidden name; one rename makes it a che
 
     .step-00002000.partial/  ->  step-00002000/
 
-SavingRank save together through that folder, synchronized only by barriers:
+Ranks save together through that folder, synchronized only by barriers:
 
     rank 0       checks free space, and creates the folder
     ||||||||||||||||||||||||||||||||||||||||||||||||||||||||||||||||||||||||||||||||||||||||||||||

@@ -31,6 +31,7 @@ from pydantic import AfterValidator, Field, ValidationError
 from trainyard.config.load import explain_problems, merge_tables, parse_toml, read_settings
 from trainyard.config.section import ListOf, Section
 from trainyard.errors import ConfigError, MachineError
+from trainyard.units import parse_duration
 
 LINK_LATENCY_MICROSECONDS = 5.0
 """Fitted, like the efficiencies; at the upper bound of the fit."""
@@ -52,6 +53,18 @@ def _matching(pattern: str, problem: str) -> AfterValidator:
         return text
 
     return AfterValidator(check)
+
+
+def _as_clock(text: str) -> str:
+    """Writes '24 hours', or Slurm's 1-00:00:00, as HOURS:MINUTES:SECONDS; leaves other texts."""
+    match = re.fullmatch(r"(\d{1,3})-(\d{1,2}):([0-5]\d):([0-5]\d)", text)
+    if match:
+        return f"{24 * int(match[1]) + int(match[2])}:{match[3]}:{match[4]}"
+    try:
+        seconds = round(parse_duration(text))
+    except ValueError:
+        return text
+    return f"{seconds // 3600}:{seconds // 60 % 60:02}:{seconds % 60:02}"
 
 
 def _check_option(text: str) -> str:
@@ -77,8 +90,9 @@ Word = Annotated[
 ]
 Time = Annotated[
     str,
+    AfterValidator(_as_clock),
     _matching(
-        r"(\d{1,4}:[0-5]\d:[0-5]\d)?", "is not a time: write HOURS:MINUTES:SECONDS, as in 12:00:00"
+        r"(\d{1,4}:[0-5]\d:[0-5]\d)?", "is not a time: write 12:00:00, 1-00:00:00 or '24 hours'"
     ),
     _matching("(.*[1-9].*)?", "leaves the job no time"),
 ]
@@ -156,10 +170,10 @@ class Launch(Section):
     partition: Word = ""
     """Slurm partition or PBS queue."""
     time: Time = ""
-    """Time limit of a job, such as 12:00:00; a run may span many jobs."""
+    """Time limit of a job, such as 12:00:00 or "24 hours"; a run may span many jobs."""
     options: ListOf[Option] = ()
     """Scheduler options, one per entry: "--exclusive", "-l filesystems=home"; {nodes} and {ranks}
-    (per node) are filled in."""
+    (per node) are filled in. They replace those of the file that `extends` names."""
     setup: ListOf[Line] = ()
     """Shell lines to run before the ranks start, such as "module load cray-python"; copied
     verbatim."""

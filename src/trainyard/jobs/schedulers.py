@@ -37,6 +37,7 @@ their own parents notice (`launch/supervise.py`). None of them notices a silent 
 
 from __future__ import annotations
 
+import logging
 import re
 import shlex
 import subprocess
@@ -77,6 +78,8 @@ LOCAL_RANKS = {
     "mpich": "MPI_LOCALRANKID",
     "pals": "PMI_LOCAL_RANK",
 }
+
+logger = logging.getLogger("trainyard")
 
 Settings = dict[str, object]
 """Variables of a script's header: a word, or the lines of an array, each a list of words."""
@@ -305,7 +308,13 @@ class Slurm(BatchScheduler):
         return f"Slurm, {'one torchrun a node' if launch.start == 'torchrun' else 'srun'}"
 
     def check(self, job: Job) -> None:
-        """Rejects a path that a log cannot have."""
+        """Rejects a path that a log cannot have; warns of a job without GPUs."""
+        asks = any(word in option for option in job.options for word in ("gpu", "gres", "tres"))
+        if not job.is_stage and "cpu" not in job.cluster.gpu and not asks:
+            logger.warning(
+                "no option asks Slurm for GPUs: launch.options replaces the defaults, so it needs "
+                "--gpus-per-node={ranks} or --gres too, unless nodes come with all their GPUs"
+            )
         if "\\" in str(job.folder):
             raise LaunchError(
                 f"Slurm cannot write its log below {job.folder}: the path has a backslash",

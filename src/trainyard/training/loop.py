@@ -59,9 +59,11 @@ def train_to_the_end(context: TrainContext, state: State, log: LogLines) -> Stop
         ) from error
     start = {"step": state.step, "resumed": state.step > 0, "device": device_name(device)}
     metrics.write("start", start | {"attention": context.attention_kernel})
-    stop_folder = folder if context.is_first_rank else None
-    stop = Stop(stop_folder, run.train.stop_after_minutes, seconds_left())
     saver = build_saver(context)
+    stop_folder, minutes = folder if context.is_first_rank else None, run.train.stop_after_minutes
+    stop = Stop(
+        stop_folder, minutes, seconds_left(), lambda: saver.last.seconds if saver.last else 0
+    )
     try:
         with stop.catch_signals(), show_training(context, state.step) as show:
             show(state.step, _describe(context, state))

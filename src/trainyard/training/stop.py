@@ -17,7 +17,7 @@ import logging
 import os
 import signal
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -75,6 +75,7 @@ class Stop:
         stop_after_minutes: wall-clock limit from now on.
         scheduler_seconds: until the scheduler ends the job; None if unknown. A limit in the past is
             of an earlier job, or of another clock.
+        save_seconds: how long the last save took.
     """
 
     def __init__(
@@ -82,6 +83,7 @@ class Stop:
         folder: Path | None,
         stop_after_minutes: float = float("inf"),
         scheduler_seconds: float | None = None,
+        save_seconds: Callable[[], float] = lambda: 0.0,
     ) -> None:
         if scheduler_seconds is not None and scheduler_seconds < 0:
             ago = format_seconds(-scheduler_seconds)
@@ -90,7 +92,7 @@ class Stop:
         self._folder = folder
         self._started = time.monotonic()
         self._stop_after_minutes = stop_after_minutes
-        self._scheduler_seconds = scheduler_seconds
+        self._scheduler_seconds, self._save_seconds = scheduler_seconds, save_seconds
         self._signal: signal.Signals | None = None
         self._signalled = 0.0
         self._last_look = self._started
@@ -115,7 +117,7 @@ class Stop:
         if seconds >= 60 * self._stop_after_minutes:
             return str(StopReason(out_of_time(self._stop_after_minutes), EXIT_REQUEUE))
         # One more step with all that follows it, and a save, must fit.
-        margin = max(LEAST_MARGIN_SECONDS, 3 * self._longest)
+        margin = max(LEAST_MARGIN_SECONDS, 3 * self._longest) + self._save_seconds()
         if self._scheduler_seconds is not None and seconds + margin >= self._scheduler_seconds:
             left = self._scheduler_seconds - seconds
             return str(StopReason(f"the job's time limit is in {left:.0f} s", EXIT_REQUEUE))
