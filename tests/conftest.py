@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-import faulthandler
-import multiprocessing
 import os
 import signal
-import time
-import traceback
 from collections.abc import Callable, Iterator
-from datetime import timedelta
-from multiprocessing.connection import Connection, wait
+from functools import partial
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +14,7 @@ import pytest
 from hypothesis import HealthCheck, settings
 from tests.circles import is_in_part
 from tests.leftovers import collect_what_failed, ended_with_the_block, logging_as_before
-from tests.waiting import WATCHDOG_SECONDS, prepare_fork
+from tests.ranks import be_rank, call_in_forks
 
 if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:
     # Under nohup this process goes on after a hangup; what it starts gets the signal as usual.
@@ -78,115 +74,19 @@ if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
 os.environ["TORCHINDUCTOR_COMPILE_THREADS"] = "1"
 
 
-class _RankError(Exception):
-    """Carries the traceback of another process, as the cause of the error raised here."""
-
-
 @pytest.fixture
 def run_ranks(tmp_path: Path) -> Callable[..., list[Any]]:
     """`run_ranks(n, function, *arguments)` calls the function in `n` processes joined by gloo.
 
-    Gives what each returned, by rank: numbers, bytes, NumPy arrays, but no tensors, whose memory
-    ends with the process. The first error of any rank is raised here.
-    Processes are forked: arguments need not travel, and functions may be local.
+    Gives what each returned, by rank; `call_in_forks` says what it may be.
     """
-    n_calls = 0
+    stores = (tmp_path / f"store{number}" for number in count())
 
     def run(n: int, function: Callable[..., Any], *arguments: Any) -> list[Any]:
-        nonlocal n_calls
-        n_calls += 1
-        prepare_fork()
-        fork = multiprocessing.get_context("fork")
-        pipes = [fork.Pipe(duplex=False) for _ in range(n)]
-        store = tmp_path / f"store{n_calls}"
-        ranks = [
-            fork.Process(target=_be_rank, args=(rank, n, store, pipes, function, arguments))
-            for rank in range(n)
-        ]
-        try:
-            for rank in ranks:
-                rank.start()
-            for _, sender in pipes:
-                sender.close()
-            results = _collect([receiver for receiver, _ in pipes])
-            for rank in ranks:
-                rank.join(WATCHDOG_SECONDS)
-            codes = {number: rank.exitcode for number, rank in enumerate(ranks) if rank.exitcode}
-            assert not codes, f"exit codes of ranks after their results: {codes}"
-            return results
-        finally:
-            for rank in filter(lambda rank: rank.pid, ranks):
-                rank.kill()
-                rank.join()
-                rank.close()
-            for pipe in pipes:
-                for end in pipe:
-                    end.close()
+        store = next(stores)
+        return call_in_forks(n, lambda rank: be_rank(rank, n, store, partial(function, *arguments)))
 
     return run
-
-
-def _collect(receivers: list[Connection]) -> list[Any]:
-    results: dict[int, Any] = {}
-    end = time.monotonic() + WATCHDOG_SECONDS
-    while len(results) < len(receivers):
-        waiting = [r for rank, r in enumerate(receivers) if rank not in results]
-        ready = wait(waiting, timeout=max(0.0, end - time.monotonic()))
-        if not ready:
-            missing = [rank for rank in range(len(receivers)) if rank not in results]
-            raise TimeoutError(f"no result of ranks {missing} after {WATCHDOG_SECONDS:g} seconds")
-        for receiver in ready:
-            rank = receivers.index(receiver)
-            try:
-                results[rank], error, trace = receiver.recv()
-            except EOFError:
-                raise RuntimeError(f"rank {rank} ended without a result") from None
-            if error is not None:
-                raise error from _RankError(f"in rank {rank}:\n{trace}")
-    return [results[rank] for rank in range(len(receivers))]
-
-
-def _be_rank(
-    rank: int,
-    n: int,
-    store: Path,
-    pipes: list[tuple[Connection, Connection]],
-    function: Callable[..., Any],
-    arguments: tuple[Any, ...],
-) -> None:
-    import torch.distributed as dist
-
-    from trainyard.parallel.start import show_native_stacks
-
-    # LocalParameter open by a sister, a pipe would outlive its rank.
-    for other, (receiver, sender) in enumerate(pipes):
-        receiver.close()
-        if other != rank:
-            sender.close()
-    sender = pipes[rank][1]
-    faulthandler.enable(file=2)
-    show_native_stacks()
-    try:
-        os.environ["GLOO_SOCKET_IFNAME"] = "lo"
-        dist.init_process_group(
-            "gloo",
-            store=dist.FileStore(str(store), n),
-            rank=rank,
-            world_size=n,
-            timeout=timedelta(seconds=WATCHDOG_SECONDS),
-        )
-        result = function(*arguments)
-        dist.barrier()  # nobody leaves while another still talks to it
-        dist.destroy_process_group()
-        sender.send((result, None, ""))
-    except BaseException as error:
-        trace = traceback.format_exc()
-        try:
-            sender.send((None, error, trace))
-        except Exception:  # some errors cannot be sent
-            sender.send((None, RuntimeError(repr(error)), trace))
-        # Leaving now would break what its peers do; their error might be heard first.
-        time.sleep(WATCHDOG_SECONDS)
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:

@@ -3,19 +3,16 @@
 from __future__ import annotations
 
 import ctypes
-import multiprocessing
 import os
-import traceback
 import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
-from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from tempfile import mkdtemp
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import torch
-from tests.waiting import WATCHDOG_SECONDS, prepare_fork
+from tests.ranks import call_in_forks
 
 from trainyard.bench.job import Steps, prepare_run
 from trainyard.bench.measure import Timeline
@@ -87,61 +84,13 @@ def in_forks(
     Raises:
         RuntimeError: the first error of any fork, as text, or the death of one.
     """
-    prepare_fork()
-    fork = multiprocessing.get_context("fork")
-    pipes = [fork.Pipe(duplex=False) for _ in range(n_forks)]
-    forks = [
-        fork.Process(target=_be_fork, args=(number, pipes, function, settings))
-        for number in range(n_forks)
-    ]
-    for process in forks:
-        process.start()
-    for _, sender in pipes:
-        sender.close()
-    receivers = {receiver: number for number, (receiver, _) in enumerate(pipes)}
-    found: dict[int, Found] = {}
+
+    def call(number: int) -> Found:
+        os.environ.update(settings)
+        warnings.simplefilter("default")  # compilers warn of themselves
+        return function(number)
+
     try:
-        while len(found) < n_forks:
-            waiting = [receiver for receiver, number in receivers.items() if number not in found]
-            ready = wait(waiting, WATCHDOG_SECONDS)
-            if not ready:
-                raise TimeoutError(f"forks not done after {WATCHDOG_SECONDS:g} s")
-            for receiver in waiting:
-                if receiver in ready:
-                    found[receivers[receiver]] = _receive(receiver, receivers[receiver])
-    finally:
-        for process in forks:
-            process.kill()
-            process.join()
-        for receiver in receivers:
-            receiver.close()
-    return [found[number] for number in range(n_forks)]
-
-
-def _receive(receiver: Connection, number: int) -> Any:
-    try:
-        found, trace = receiver.recv()
-    except EOFError:
-        raise RuntimeError(f"fork {number} died") from None
-    if trace:
-        raise RuntimeError(f"in fork {number}:\n{trace}")
-    return found
-
-
-def _be_fork(
-    number: int,
-    pipes: list[tuple[Connection, Connection]],
-    function: Callable[[int], object],
-    settings: Mapping[str, str],
-) -> None:
-    for other, (receiver, sender) in enumerate(pipes):
-        receiver.close()
-        if other != number:  # open here, it would outlive its own fork
-            sender.close()
-    sender = pipes[number][1]
-    os.environ.update(settings)
-    warnings.simplefilter("default")  # compilers warn of themselves
-    try:
-        sender.send((function(number), ""))
-    except BaseException:
-        sender.send((None, traceback.format_exc()))
+        return call_in_forks(n_forks, call, must_end=False)
+    except Exception as error:
+        raise RuntimeError(f"{error}\n{error.__cause__}") from None

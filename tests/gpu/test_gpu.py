@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable
+import tempfile
 from pathlib import Path
-from tempfile import mkdtemp
 
 import pytest
 import torch
 from benchmarks.baselines import build_baseline
+from tests.fake_cuda.device import build_on_device
 
 from trainyard.bench.job import Steps, prepare_run
 from trainyard.bench.measure import OurTraining, Timeline
@@ -20,8 +20,7 @@ from trainyard.config.rules import takes_cudnn
 from trainyard.errors import MachineError
 from trainyard.launch.environment import Process, chooses_allocator
 from trainyard.model.attention import CausalAttention, cudnn_can_attend
-from trainyard.parallel.mesh import DeviceClock, build_mesh, choose_device
-from trainyard.training.context import build_context
+from trainyard.parallel.mesh import DeviceClock, choose_device
 from trainyard.training.metrics import Metrics, peak_memory_bytes
 from trainyard.training.run_folder import open_run, write_run_folder
 from trainyard.training.state import State, TrainContext
@@ -38,23 +37,18 @@ SHAPE = (
 )
 WITHOUT, WITH = "model.dropout=0.0", "model.dropout=0.1"
 with_and_without_dropout = pytest.mark.parametrize("dropout", [WITHOUT, WITH])
-Build = Callable[..., TrainContext]
 
 
-@pytest.fixture
-def build(tmp_path: Path) -> Build:
-    """`build(kind, *overrides)` gives the context of a small run on the GPU."""
+@pytest.fixture(autouse=True)
+def _runs_are_the_tests_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+
+
+def build(kind: str, *overrides: str) -> TrainContext:
+    """Builds the context of a small run on the GPU."""
     choose_device(Process())
-
-    def build_on_gpu(kind: str, *overrides: str) -> TrainContext:
-        folder = Path(mkdtemp(dir=tmp_path))
-        run = load_run("tiny", [*SHAPE, f"precision.kind={kind}", *overrides]).run
-        run = prepare_run(run, Steps(2, 8), folder)
-        opened = open_run(folder, 1, run)
-        mesh = build_mesh(opened.plan.topology, 0, torch.device("cuda", 0))
-        return build_context(opened, mesh, Timeline(DeviceClock()))
-
-    return build_on_gpu
+    run = load_run("tiny", [*SHAPE, f"precision.kind={kind}", *overrides]).run
+    return build_on_device(run, torch.device("cuda", 0))
 
 
 def needs_fp8() -> None:
@@ -99,7 +93,7 @@ def test_products_in_fp8_are_those_that_emulation_computes(scaling: str) -> None
 @pytest.mark.parametrize("compiles", ["never", "gpu"])
 @with_and_without_dropout
 def test_low_precision_trains_as_bf16_does(
-    build: Build, kind: str, overrides: tuple[str, ...], compiles: str, dropout: str
+    kind: str, overrides: tuple[str, ...], compiles: str, dropout: str
 ) -> None:
     needs_fp8()
     same = (dropout, f"train.compile={compiles}")
@@ -112,7 +106,7 @@ def test_low_precision_trains_as_bf16_does(
 @pytest.mark.filterwarnings("default")
 @pytest.mark.parametrize("kind", ["fp32", "bf16", "fp16", "fp8", "fp8_lowbit"])
 @with_and_without_dropout
-def test_a_step_does_not_wait_for_the_device(build: Build, kind: str, dropout: str) -> None:
+def test_a_step_does_not_wait_for_the_device(kind: str, dropout: str) -> None:
     if kind.startswith("fp8"):
         needs_fp8()
     training = OurTraining(build(kind, dropout))
@@ -129,7 +123,7 @@ def test_a_step_does_not_wait_for_the_device(build: Build, kind: str, dropout: s
 
 @pytest.mark.parametrize("kind", ["fp32", "bf16", "fp16"])
 @pytest.mark.parametrize("rate", [0.0, 0.0625, 0.1])
-def test_the_kernel_of_attention(build: Build, kind: str, rate: float) -> None:
+def test_the_kernel_of_attention(kind: str, rate: float) -> None:
     context = build(kind, f"model.dropout={rate}", "train.compile=never")
     capability = torch.cuda.get_device_capability() if torch.version.hip is None else None
     kernel = "efficient" if kind == "fp32" else "flash"
@@ -171,7 +165,7 @@ def test_attention_of_cudnn_is_that_of_flash(heads: tuple[int, int, int], n_toke
         assert torch.dist(ours.float(), exact) <= 1.5 * torch.dist(flash.float(), exact)
 
 
-def test_speed_is_the_devices(build: Build) -> None:
+def test_speed_is_the_devices() -> None:
     context = build("bf16", "train.compile=never", "log.tensorboard=false")
     state, metrics = State.at_start(context), Metrics(context)
     clock = DeviceClock()
@@ -190,14 +184,14 @@ def test_speed_is_the_devices(build: Build) -> None:
 
 
 @pytest.mark.skipif(torch.version.hip is not None, reason="not set on ROCm")
-def test_the_allocator_has_expandable_segments(build: Build) -> None:
+def test_the_allocator_has_expandable_segments() -> None:
     if chooses_allocator():
         pytest.skip("the environment configures the allocator")
     build("bf16", "train.compile=never")
     assert any(segment["is_expandable"] for segment in torch.cuda.memory_snapshot())
 
 
-def test_memory_is_that_of_the_device(build: Build) -> None:
+def test_memory_is_that_of_the_device() -> None:
     context = build("bf16", WITH, "train.compile=never")
     torch.cuda.reset_peak_memory_stats()
     OurTraining(context).step()
@@ -234,9 +228,7 @@ def test_a_full_gpu_is_one_message(tmp_path: Path) -> None:
     ],
 )
 @pytest.mark.parametrize("kind", ["fp32", "bf16"])
-def test_a_baseline_trains_as_ours_does(
-    build: Build, baseline: str, recompute: str, kind: str
-) -> None:
+def test_a_baseline_trains_as_ours_does(baseline: str, recompute: str, kind: str) -> None:
     packages = {"transformers": "transformers", "megatron-core": "megatron.core"}
     pytest.importorskip(packages.get(baseline, "torch"))
     context = build(kind, WITHOUT, "train.compile=never", f"parallel.recompute={recompute}")
