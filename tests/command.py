@@ -19,6 +19,7 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
 from subprocess import CompletedProcess
+from typing import NoReturn
 
 import typer
 from tests.waiting import prepare_fork, wait_for
@@ -94,7 +95,7 @@ class Fork:
         self._files = [tempfile.TemporaryFile("w+") for _ in range(2)]  # noqa: SIM115
         self.pid = os.fork()
         if self.pid == 0:
-            _be(call, *(file.fileno() for file in self._files))
+            be_process(call, *(file.fileno() for file in self._files))
 
     def wait(self) -> CompletedProcess[str]:
         """Waits until it has ended; gives its exit code and what it said."""
@@ -120,7 +121,8 @@ def peak_bytes(call: Callable[[], object]) -> int:
     return int(done.stdout.split()[-1])
 
 
-def _be(call: Callable[[], object], out: int, error: int) -> None:
+def be_process(call: Callable[[], object], out: int, error: int) -> NoReturn:
+    """Makes a fork call a function and end as a process of its own does."""
     code = 1
     try:
         gc.freeze()  # looking at what is there already would copy it

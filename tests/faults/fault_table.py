@@ -1,9 +1,9 @@
 """Every fault in every phase of training, and what must come of it.
 
 Each cell is a run of two data-parallel ranks by the real `trainyard train --ranks 2`, one of which
-gets the fault (`faulty_worker.py`); `run_faults.py` compares with this table what comes of it: exit
-code, what was said, how often the run was started again, and whether weights, moments, losses and
-the state are in the end those of an undisturbed run, to the last bit.
+gets the fault (`faulty_worker.py`); `test_fault_table.py` compares with this table what comes of
+it: exit code, what was said, how often the run was started again, and whether weights, moments,
+losses and the state are in the end those of an undisturbed run, to the last bit.
 """
 
 from __future__ import annotations
@@ -30,8 +30,6 @@ class Expected:
     """Facts in which the end may differ from that of an undisturbed run."""
     not_equal: str = ""
     """Why the weights in the end are others; empty: they are the same to the last bit."""
-    what: str = ""
-    """What happens, in a few words."""
 
 
 Row = Mapping[str, Expected | str]
@@ -46,24 +44,22 @@ def everywhere(expected: Expected | str, **but: Expected | str) -> Row:
 def dies(how: str) -> Expected:
     """The rank is named, and all start again."""
     named = rf"rank RANK of 2 on \S+ {how} at step \d+, in PHASE"
-    return Expected(0, (named, "restart 1 of 3"), restarts=1, what="named; restarted")
+    return Expected(0, (named, "restart 1 of 3"), restarts=1)
 
 
 def hangs(state: str, *more: str) -> Expected:
     """The rank is named when its time is over, and all start again."""
     named = rf"rank RANK of 2 on \S+ has not moved for \d+ s \({state}\) at step \d+, in PHASE"
-    return Expected(0, (named, *more, "restart 1 of 3"), restarts=1, what="named; restarted")
+    return Expected(0, (named, *more, "restart 1 of 3"), restarts=1)
 
 
-NOTHING = Expected(0, what="goes on")
+NOTHING = Expected(0)
 # One step more has a checkpoint.
-STOPS = Expected(75, ("received SIGTERM",), again=0, but=("kept",), what="saved; 75; again: 0")
-STOPS_EARLY = Expected(75, again=0, what="75; again: 0")
-ABANDONED = Expected(-9, again=0, what="all end; again: 0")
-OLDER = Expected(0, ("step-00000004(, trying the checkpoint before it)?: ",), what="older one used")
-DAMAGED_AND_KILLED = Expected(
-    0, (*OLDER.says, "restart 1 of 3"), restarts=1, what="restarted from the older one"
-)
+STOPS = Expected(75, ("received SIGTERM",), again=0, but=("kept",))
+STOPS_EARLY = Expected(75, again=0)
+ABANDONED = Expected(-9, again=0)
+OLDER = Expected(0, ("step-00000004(, trying the checkpoint before it)?: ",))
+DAMAGED_AND_KILLED = Expected(0, (*OLDER.says, "restart 1 of 3"), restarts=1)
 NO_CHECKPOINT = "this phase neither reads nor writes checkpoints: the next load finds the fault"
 NO_WRITING = "this phase writes nothing: the next write meets the fault"
 NO_DISK = "this phase does not use the disk"
@@ -72,18 +68,12 @@ CORRUPT = Expected(
     93,
     (r"copies of the same weights differ between ranks", r"rank RANK differs|differs from rank"),
     again=0,
-    what="found at the next comparison; 93; again: 0",
 )
 
 TABLE: dict[str, Row] = {
     "exception": everywhere(
         dies("ended with code 1"),
-        save=Expected(
-            0,
-            (r"rank RANK of 2 on \S+ ended with code 1", "restart 1 of 3"),
-            1,
-            what="named at the next step; restarted",
-        ),
+        save=Expected(0, (r"rank RANK of 2 on \S+ ended with code 1", "restart 1 of 3"), 1),
     ),
     "abort": everywhere(dies("was ended by SIGABRT")),
     "segfault": everywhere(dies("was ended by SIGSEGV")),
@@ -97,10 +87,7 @@ TABLE: dict[str, Row] = {
         data="tokens are integers",
         forward="a NaN in the forward pass becomes one in the gradient",
         backward=Expected(
-            0,
-            ("1 skipped",),
-            not_equal="all ranks leave out the update of that step",
-            what="update skipped by all",
+            0, ("1 skipped",), not_equal="all ranks leave out the update of that step"
         ),
     ),
     "bit flip in a weight": everywhere(
@@ -108,21 +95,18 @@ TABLE: dict[str, Row] = {
     ),
     "disk full": everywhere(
         NO_WRITING,
-        start=Expected(2, ("does not fit in|No space left",), again=0, what="2; again: 0"),
-        load=Expected(2, ("No space left|does not fit",), again=0, what="2; again: 0"),
-        update=Expected(2, ("No space left|does not fit",), again=0, what="2; again: 0"),
-        save=Expected(2, ("No space left|does not fit",), again=0, what="2; again: 0"),
+        start=Expected(2, ("does not fit in|No space left",), again=0),
+        load=Expected(2, ("No space left|does not fit",), again=0),
+        update=Expected(2, ("No space left|does not fit",), again=0),
+        save=Expected(2, ("No space left|does not fit",), again=0),
     ),
     "read-only disk": everywhere(
         NO_WRITING,
-        start=Expected(
-            2, ("cannot write checkpoints to .*Read-only",), again=0, what="2; again: 0"
-        ),
+        start=Expected(2, ("cannot write checkpoints to .*Read-only",), again=0),
         save=Expected(
             2,
             (r"cannot write the checkpoint .*Read-only", "training continues, and will save again"),
             again=0,
-            what="trains on, tries again; 2; again: 0",
         ),
     ),
     "slow disk": everywhere(NO_DISK, load=NOTHING, save=NOTHING),
@@ -158,11 +142,11 @@ COVER = (
 """Each fault and each phase at least once."""
 
 
-def cells(fault: str | None = None, phase: str | None = None) -> list[tuple[str, str]]:
+def cells() -> list[tuple[str, str]]:
     """Lists the cells that have a meaning."""
     return [
-        (row, column)
-        for row, outcomes in TABLE.items()
-        for column, outcome in outcomes.items()
-        if isinstance(outcome, Expected) and fault in (None, row) and phase in (None, column)
+        (fault, phase)
+        for fault, outcomes in TABLE.items()
+        for phase, outcome in outcomes.items()
+        if isinstance(outcome, Expected)
     ]

@@ -19,12 +19,12 @@ from trainyard.data.indexed import IndexedWriter
 VOCABULARY_SIZE = 512
 
 
-def write_tokens(folder: Path, seed: int = 7) -> Path:
+def write_tokens(folder: Path, seed: int = 7, n_documents: int = 60) -> Path:
     """Writes token files whose next token mostly follows from the last; returns their prefix."""
     prefix = folder / "corpus_text_document"
     random = np.random.default_rng(seed)
     with IndexedWriter(prefix, np.dtype(np.uint16)) as writer:
-        for _ in range(60):
+        for _ in range(n_documents):
             steps = random.choice([1, 1, 1, 2, 7], size=random.integers(50, 400))
             writer.add_document((np.cumsum(steps) % VOCABULARY_SIZE).astype(np.uint16))
     return prefix

@@ -152,10 +152,10 @@ READERS: list[tuple[str, str, str]] = [
     ("two/vocab.json", "show two", "refused"),
     ("two/merges.txt", "show two", "refused"),
     ("in.jsonl", "prepare in.jsonl -o out --tokenizer tok", "refused"),
-    ("in.jsonl.gz", "prepare in.jsonl.gz -o out --tokenizer tok", "refused"),
-    ("in.jsonl.bz2", "prepare in.jsonl.bz2 -o out --tokenizer tok", "refused"),
-    ("in.jsonl.xz", "prepare in.jsonl.xz -o out --tokenizer tok", "refused"),
-    ("in.jsonl.zst", "prepare in.jsonl.zst -o out --tokenizer tok", "refused"),
+    *(
+        (f"in.jsonl.{packed}", f"prepare in.jsonl.{packed} -o out --tokenizer tok", "refused")
+        for packed in ("gz", "bz2", "xz", "zst")
+    ),
     ("in.parquet", "prepare in.parquet -o out --tokenizer tok", "refused"),
     ("in.txt", "prepare in.txt -o out --tokenizer tok", "either"),
     ("in.xml", "prepare in.xml -o out --tokenizer tok", "either"),
@@ -171,21 +171,12 @@ READERS: list[tuple[str, str, str]] = [
     ("cache/content-*.json", f"show order run.toml {BARE}", "ignored"),
     (f"{STEP}/manifest.json", "check checkpoint runs/demo", "refused"),
     (f"{STEP}/manifest.json", "show runs/demo", "refused"),
-    (
-        f"{STEP}/model-*.safetensors",
-        "check checkpoint runs/demo",
-        "refused",
-    ),
-    (f"{STEP}/model-*.safetensors", "evaluate runs/demo", "refused"),
-    (
-        f"{STEP}/model-*.safetensors",
-        "generate runs/demo --tokens 2",
-        "refused",
-    ),
-    (
-        f"{STEP}/model-*.safetensors",
-        "export runs/demo --output hf2",
-        "refused",
+    *(
+        (f"{STEP}/model-*.safetensors", command, "refused")
+        for command in (
+            *("check checkpoint runs/demo", "evaluate runs/demo", "generate runs/demo --tokens 2"),
+            "export runs/demo --output hf2",
+        )
     ),
     ("runs/demo/run.toml", "report runs/demo", "refused"),
     ("runs/demo/metrics.jsonl", "report runs/demo", "either"),

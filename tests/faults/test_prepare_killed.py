@@ -20,6 +20,7 @@ from tests.command import Fork
 from tests.launch.processes import is_running
 from tests.waiting import wait_until
 
+from trainyard.config.corpus import Corpus
 from trainyard.corpus.preparation.plan import plan_corpus
 from trainyard.corpus.preparation.prepare import prepare, record_tokenizer
 from trainyard.data.vocabulary import load_vocabulary
@@ -118,13 +119,18 @@ def owners(work: Path) -> dict[str, int]:
     return found
 
 
-def test_workers_killed_are_replaced(tmp_path: Path, tokenizer_folder: Path) -> None:
-    write_corpus(tmp_path / "in", n_files=9, n_documents=2000)
+def write_and_expect(folder: Path, tokenizer: Path, n_documents: int) -> Corpus:
+    """Prepares a corpus into `expected`; gives what would prepare it into `out`."""
+    write_corpus(folder / "in", n_files=9, n_documents=n_documents)
     for name in ("expected", "out"):
-        (tmp_path / name).mkdir()
-    corpus = describe_corpus(tmp_path / "in", tokenizer_folder, tmp_path / "expected/c")
+        (folder / name).mkdir()
+    corpus = describe_corpus(folder / "in", tokenizer, folder / "expected/c")
     prepare(corpus, unit_bytes=UNIT_BYTES)
-    killed = corpus.model_copy(update={"output": str(tmp_path / "out/c")})
+    return corpus.model_copy(update={"output": str(folder / "out/c")})
+
+
+def test_workers_killed_are_replaced(tmp_path: Path, tokenizer_folder: Path) -> None:
+    killed = write_and_expect(tmp_path, tokenizer_folder, 2000)
     running = start_with_workers(killed.model_dump_json(), 3)
     choice = random.Random(2)
     n_killed = 0
@@ -169,10 +175,7 @@ def test_a_piece_that_kills_its_workers_ends_the_run(
 def test_workers_end_when_the_one_that_started_them_is_killed(
     tmp_path: Path, tokenizer_folder: Path
 ) -> None:
-    write_corpus(tmp_path / "in", n_files=9, n_documents=1500)
-    for name in ("expected", "out"):
-        (tmp_path / name).mkdir()
-    corpus = describe_corpus(tmp_path / "in", tokenizer_folder, tmp_path / "out/c")
+    corpus = write_and_expect(tmp_path, tokenizer_folder, 1500)
     running = start_with_workers(corpus.model_dump_json(), 2)
     while not list((tmp_path / "out/c.work").glob("done/unit-*")):
         assert running.poll() is None
@@ -182,6 +185,4 @@ def test_workers_end_when_the_one_that_started_them_is_killed(
     running.communicate()
     wait_until(lambda: not any(map(is_running, workers)))
     prepare(corpus, unit_bytes=UNIT_BYTES)
-    expected = corpus.model_copy(update={"output": str(tmp_path / "expected/c")})
-    prepare(expected, unit_bytes=UNIT_BYTES)
     assert read_all(tmp_path / "out") == read_all(tmp_path / "expected")
