@@ -9,8 +9,6 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from tests.layouts import read_layout
 from tests.training.small import build_small_context
 
@@ -108,12 +106,11 @@ def test_every_flipped_bit_changes_the_number(dtype: torch.dtype) -> None:
             assert int(fingerprint(flipped)) != before
 
 
-@settings(max_examples=50)
-@given(st.integers(0, 2**21), st.integers(0, 31))
-def test_a_flipped_bit_in_any_chunk_changes_the_number(index: int, bit: int) -> None:
+@pytest.mark.parametrize("index", [0, 2**18 - 1, 2**18, 2**20 + 7, 2**21])
+def test_a_flipped_bit_in_any_chunk_changes_the_number(index: int) -> None:
     values = torch.zeros(2**21 + 1)  # eight chunks and a value
     before = int(fingerprint(values))
-    values.view(torch.int32)[index] ^= torch.tensor(1, dtype=torch.int32) << bit
+    values.view(torch.int32)[index] ^= 1 << index % 31
     assert int(fingerprint(values)) != before
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import msgspec
 import pytest
-from tests.training.conftest import lines_of, start, with_fields
+from tests.training.conftest import lines_of, losses_of, start, with_fields
 
 import trainyard
 from trainyard.config.load import load_run
@@ -57,33 +57,29 @@ def test_the_token_is_that_of_the_tokenizer_or_of_the_files(web: Path) -> None:
     assert error.value.hint.startswith("model.end_of_document_id=50256 for GPT-2's tokens")
 
 
-def test_a_run_is_trained_evaluated_and_resumed(tiny_run: Run, tmp_path: Path) -> None:
+def test_a_run_is_trained_evaluated_and_resumed(
+    tiny_run: Run, finished: Path, tmp_path: Path
+) -> None:
     within = {"attention_within_documents": True, "end_of_document_id": 5}
     run = with_fields(tiny_run, model=within)
-    start(tmp_path / "plain", tiny_run)
     start(tmp_path / "within", run)
-    losses = [
-        [line["loss"] for line in lines_of(tmp_path / name, kind)]
-        for name in ("plain", "within")
-        for kind in ("train", "evaluate")
-    ]
-    assert all(map(math.isfinite, losses[2] + losses[3]))
-    assert losses[0] != losses[2]
-    assert losses[1] != losses[3]
+    for kind in ("train", "evaluate"):
+        losses = losses_of(tmp_path / "within", kind)
+        assert all(map(math.isfinite, losses)) and losses != losses_of(finished, kind)
     start(tmp_path / "halves", with_fields(run, train={"length": "5 steps"}))
     start(tmp_path / "halves", run)
-    halves = [line["loss"] for line in lines_of(tmp_path / "halves", "train")]
-    assert halves == losses[2]
+    assert losses_of(tmp_path / "halves") == losses_of(tmp_path / "within")
     with pytest.raises(CheckpointError, match="weights were trained to see as many documents"):
         start(tmp_path / "halves", tiny_run)
 
 
-def test_the_reported_loss_is_without_the_z_loss(tiny_run: Run, tmp_path: Path) -> None:
-    start(tmp_path / "plain", tiny_run)
-    start(tmp_path / "with", with_fields(tiny_run, train={"z_loss": 1.0}))
-    plain, found = (lines_of(tmp_path / name, "train") for name in ("plain", "with"))
+def test_the_reported_loss_is_without_the_z_loss(
+    tiny_run: Run, finished: Path, tmp_path: Path
+) -> None:
+    start(tmp_path, with_fields(tiny_run, train={"z_loss": 1.0}))
+    plain, found = (lines_of(folder, "train") for folder in (finished, tmp_path))
     assert found[0]["loss"] == plain[0]["loss"]
     assert found[0]["gradient_norm"] > 1.5 * plain[0]["gradient_norm"]
     assert found[-1]["loss"] != plain[-1]["loss"]
     with pytest.raises(CheckpointError, match=r"train\.z_loss: 1\.0 in the checkpoint, now 0\.0"):
-        start(tmp_path / "with", tiny_run)
+        start(tmp_path, tiny_run)

@@ -7,10 +7,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from tests.training.conftest import lines_of, start, with_fields
+from tests.training.conftest import losses_of, require_same, start, with_fields
 
-from trainyard.checkpoint.load import load_tensors
-from trainyard.checkpoint.resume import newest_checkpoint
 from trainyard.config.run import Run
 
 pytestmark = [
@@ -24,17 +22,17 @@ BOUNDS = {"fp32": 1e-4, "fp16": 4e-3, "bf16": 3e-2}
 
 def losses(folder: Path, run: Run) -> list[float]:
     start(folder, run)
-    return [line["loss"] for line in lines_of(folder, "train")]
+    return losses_of(folder)
 
 
-@pytest.mark.parametrize("precision", ["fp32", "fp16", "bf16"])
+@pytest.mark.parametrize(("precision", "bound"), BOUNDS.items())
 def test_losses_with_dropout_are_the_same_compiled(
-    tiny_run: Run, tmp_path: Path, precision: str
+    tiny_run: Run, tmp_path: Path, precision: str, bound: float
 ) -> None:
     fields = {"kind": precision, "loss_scale": {"initial": 4096.0}}
     run = with_fields(tiny_run, model={"dropout": 0.1}, precision=fields)
     eager = losses(tmp_path / "eager", with_fields(run, train={"compile": "never"}))
-    assert losses(tmp_path / "compiled", run) == pytest.approx(eager, abs=BOUNDS[precision])
+    assert losses(tmp_path / "compiled", run) == pytest.approx(eager, abs=bound)
 
 
 @pytest.mark.parametrize(("precision", "bound"), BOUNDS.items())
@@ -69,8 +67,4 @@ def test_a_deterministic_run_resumes_bitwise(
     shutil.copytree(tmp_path / "whole", tmp_path / "parts")
     shutil.rmtree(tmp_path / "parts" / "checkpoints" / "step-00000012")
     start(tmp_path / "parts", run, "must")
-    whole, parts = (
-        newest_checkpoint(tmp_path / name / "checkpoints") for name in ("whole", "parts")
-    )
-    expected, found = (load_tensors(path, "") for path in (whole, parts))
-    assert all(torch.equal(expected[name], found[name]) for name in expected)
+    require_same(tmp_path / "whole", tmp_path / "parts")

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.checkpoint.conftest import flip_bit
 from tests.command import trainyard
 
 from trainyard.checkpoint.format import list_checkpoints
@@ -41,33 +42,36 @@ def flip(path: Path) -> None:
     (path / "manifest.json").write_bytes(manifest)
 
 
-DAMAGES: dict[str, Callable[[Path], object]] = {
-    r"has 1000 bytes instead of": cut_short,
-    r"optimizer-00000-of-00001.safetensors is missing": lambda path: (
-        path / "optimizer-00000-of-00001.safetensors"
-    ).unlink(),
-    r"manifest.json is damaged": flip,
-    r"it has no manifest.json": lambda path: (path / "manifest.json").unlink(),
+NONE_INTACT = r"none of the 2 checkpoints in .* is intact"
+DAMAGES: dict[str, tuple[Callable[[Path], object], str]] = {
+    "has 1000 bytes instead of": (cut_short, NONE_INTACT),
+    "optimizer-00000-of-00001.safetensors is missing": (
+        lambda path: (path / "optimizer-00000-of-00001.safetensors").unlink(),
+        NONE_INTACT,
+    ),
+    "manifest.json is damaged": (flip, NONE_INTACT),
+    "it has no manifest.json": (lambda path: (path / "manifest.json").unlink(), NONE_INTACT),
+    "checksum": (
+        lambda path: flip_bit(path / "model-00000-of-00001.safetensors"),
+        r"no checkpoint in .* can be used; last ",
+    ),
 }
 
 
 @pytest.mark.parametrize("said", DAMAGES)
 def test_damaged_checkpoints_do_not_start_the_run_over(
-    tiny_run: Run, tmp_path: Path, said: str
+    tiny_run: Run, copied: Path, said: str
 ) -> None:
-    run = with_fields(tiny_run, checkpoint={"interval": 6})
-    start(tmp_path, run)
-    for path in list_checkpoints(tmp_path / "checkpoints"):
-        DAMAGES[said](path)
-    before = tree_of(tmp_path)
+    damage, problem = DAMAGES[said]
+    for path in list_checkpoints(copied / "checkpoints"):
+        damage(path)
+    before = tree_of(copied / "checkpoints")
     for resume in ("auto", "must"):
-        with pytest.raises(
-            CheckpointError, match=r"none of the 2 checkpoints in .* is intact"
-        ) as e:
-            start(tmp_path, run, resume)
+        with pytest.raises(CheckpointError, match=problem) as e:
+            start(copied, with_fields(tiny_run, checkpoint={"interval": 6}), resume)
         assert said in e.value.problem
-        assert "restore these files from a copy" in e.value.hint
-    assert tree_of(tmp_path) == before
+        assert "from a copy" in e.value.hint or said == "checksum"
+    assert tree_of(copied / "checkpoints") == before
 
 
 @pytest.mark.parametrize("spike", [27, 29])
@@ -110,29 +114,25 @@ def test_checkpoints_on_another_disk(tiny_run: Run, tmp_path: Path) -> None:
 
 
 def test_overwriting_begins_again_and_only_where_the_new_run_can(
-    tiny_run: Run, tmp_path: Path
+    tiny_run: Run, copied: Path
 ) -> None:
-    start(tmp_path, tiny_run)
-    (tmp_path / "notes.txt").write_text("mine")
-    with pytest.raises(CheckpointError, match="step-00000012 exists, and --resume never") as e:
-        start(tmp_path, tiny_run, "never")
-    assert "another name, or pass --overwrite" in e.value.hint
-    before = tree_of(tmp_path)
+    (copied / "notes.txt").write_text("mine")
+    before = tree_of(copied)
     nowhere = with_fields(tiny_run, data={"blend": {"prefixes": ["nowhere"]}})
     with pytest.raises(Exception, match="nowhere"):
-        start(tmp_path, nowhere, "overwrite")
-    assert tree_of(tmp_path) == before
-    start(tmp_path, with_fields(tiny_run, train={"seed": 2**32 - 1}), "overwrite")
-    assert len(lines_of(tmp_path, "train")) == 12
-    assert (tmp_path / "notes.txt").read_text() == "mine"
+        start(copied, nowhere, "overwrite")
+    assert tree_of(copied) == before
+    start(copied, with_fields(tiny_run, train={"seed": 2**32 - 1}), "overwrite")
+    assert len(lines_of(copied, "train")) == 12
+    assert (copied / "notes.txt").read_text() == "mine"
 
 
-def test_overwriting_from_the_command_line(tiny_run: Run, tmp_path: Path) -> None:
+def test_overwriting_from_the_command_line(tiny_run: Run, finished: Path, tmp_path: Path) -> None:
+    shutil.copytree(finished, tmp_path / "runs" / "test")
     (tmp_path / "run.toml").write_text(render_run(tiny_run))
-    for _ in range(2):
-        done = trainyard("train", "run.toml", "--overwrite", folder=tmp_path)
-        assert done.returncode == 0, done.stderr
-        assert "test starts: " in done.stderr
+    done = trainyard("train", "run.toml", "--overwrite", "train.length=2 steps", folder=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert "test starts: " in done.stderr
 
 
 def test_more_steps_skipped_than_done_are_refused() -> None:

@@ -15,6 +15,7 @@ from tests.faults.small_run import small_overrides
 from trainyard.api.running import Training, train_run
 from trainyard.checkpoint.format import load_manifest
 from trainyard.config.load import load_run
+from trainyard.corpus.preparation.train_tokenizer import train_tokenizer
 from trainyard.data.loader import describe_data
 from trainyard.data.vocabulary import load_vocabulary
 from trainyard.layout.resolve import resolve
@@ -54,12 +55,9 @@ def test_a_resume_reads_each_file_once(
     token_prefix: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    own = (
-        "name=once",
-        "checkpoint.interval=2",
-        "tokenizer.path=gpt2",
-        "model.vocabulary_size=50257",
-    )
+    text = (Path(__file__).parents[2] / "README.md").read_text(encoding="utf-8")
+    train_tokenizer([text] * 3, 512, Path("tok"))
+    own = ("name=once", "checkpoint.interval=2", "tokenizer.path=tok")
 
     def train(n_steps: int) -> int:
         return train_run(Training("tiny", [*small_overrides(Path(token_prefix), n_steps), *own]))

@@ -36,53 +36,40 @@ def noise(n: int, seed: int = 0) -> list[float]:
     return (3 + 0.05 * np.random.default_rng(seed).standard_normal(n)).tolist()
 
 
-def test_the_example_of_the_docstring() -> None:
-    losses = [3.10, 3.14, 3.08, 3.12, 3.09, 3.11, 3.13, 3.07]
-    window = window_of(losses, spike_window=8)
-    assert judge(window, 3.48)
-    assert not judge(window, 3.47)
-    window = window_of(losses, spike_window=8)
-    assert not judge(window, 3.30)
-    assert judge(window, 3.90)
-    assert window.as_saved().losses == pytest.approx([*losses[1:], 3.30])
+EXAMPLE = [3.10, 3.14, 3.08, 3.12, 3.09, 3.11, 3.13, 3.07]
+"""That of the docstring."""
+WIDE = [3 + 2 * (each - 3) for each in noise(128, seed=3)]
+MEAN, DEVIATION = float(np.mean(WIDE)), float(np.std(WIDE))
 
 
-def test_a_loss_or_a_norm_is_enough_and_only_a_rise_counts() -> None:
-    window = window_of(noise(200))
-    assert judge(window, 3.0, 10.0)
-    assert judge(window, 6.0, 1.0)
-    assert not judge(window, 0.1, 0.1)
-
-
-def test_deviations_are_those_of_the_window() -> None:
-    losses = [3 + 2 * (each - 3) for each in noise(128, seed=3)]
-    mean, deviation = float(np.mean(losses)), float(np.std(losses))
-    assert deviation > 0.02 * mean
-    window = window_of(losses)
-    assert not judge(window, mean + 5.9 * deviation)
-    window = window_of(losses)
-    assert judge(window, mean + 6.1 * deviation)
-
-
-def test_nothing_is_a_spike_until_the_window_is_half_full() -> None:
-    window = window_of([3.0] * 62)
-    assert not judge(window, 4.0)  # the 63rd, and taken in
-    assert not judge(window, 3.0)
-    assert judge(window, 4.5)
-
-
-@pytest.mark.parametrize("level", [3.0, 0.0, 1e-30, 1e30])
-def test_a_loss_that_stands_still_is_no_spike(level: float) -> None:
-    window = window_of([level] * 300)
-    assert not judge(window, level * (1 + 1e-7))
-    assert not judge(window, level * 1.11)
-    assert judge(window, level * 1.14 + 1e-31)
-
-
-def test_a_norm_four_times_as_large_is_no_spike_in_the_long_tail_of_norms() -> None:
-    window = window_of([3.0] * 128)
-    assert not judge(window, 3.0, 3.9)
-    assert judge(window, 3.0, 4.2)
+@pytest.mark.parametrize(
+    ("losses", "loss", "norm", "is_spike"),
+    [
+        *((EXAMPLE, loss, 1.0, loss > 3.47) for loss in (3.48, 3.47, 3.30, 3.90)),
+        # A loss or a norm is enough, and only a rise counts.
+        *((noise(200), 3.0, 10.0, True), (noise(200), 6.0, 1.0, True)),
+        (noise(200), 0.1, 0.1, False),
+        # Deviations are those of the window.
+        *((WIDE, MEAN + times * DEVIATION, 1.0, times > 6) for times in (5.9, 6.1)),
+        # Nothing is a spike until the window is half full.
+        *(([3.0] * 62, 4.0, 1.0, False), ([3.0] * 62 + [4.0, 3.0], 4.5, 1.0, True)),
+        # A loss that stands still is none, and norms have a long tail.
+        *(
+            ([level] * 300, loss, 1.0, is_spike)
+            for level in (3.0, 0.0, 1e-30, 1e30)
+            for loss, is_spike in (
+                *((level * (1 + 1e-7), False), (level * 1.11, False)),
+                (level * 1.14 + 1e-31, True),
+            )
+        ),
+        *(([3.0] * 128, 3.0, norm, norm > 4) for norm in (3.9, 4.2)),
+    ],
+)
+def test_what_is_a_spike(losses: list[float], loss: float, norm: float, is_spike: bool) -> None:
+    window = window_of(losses, spike_window=len(EXAMPLE) if losses is EXAMPLE else 128)
+    assert judge(window, loss, norm) == is_spike
+    newest = window.as_saved().losses[-1]
+    assert newest == pytest.approx(losses[-1] if is_spike else loss)
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])

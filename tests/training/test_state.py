@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -12,14 +11,12 @@ from typing import Any
 import pytest
 import torch
 
-from trainyard.checkpoint import format as checkpoint_format
 from trainyard.errors import CheckpointError
 from trainyard.optim.clip import StepStats
-from trainyard.training import checkpoints
 from trainyard.training import step as steps
-from trainyard.training.checkpoints import build_saver, load_state, save_state
+from trainyard.training.checkpoints import load_state
 from trainyard.training.state import State, TrainContext
-from trainyard.training.step import StepResult, train_step
+from trainyard.training.step import StepResult
 
 from .small import BATCH, build_small_context, take_steps, weights
 
@@ -47,10 +44,19 @@ def take_planted(
     return results
 
 
-@pytest.mark.parametrize("planted", [(2.0, 1.0), (1.0, 30.0)])
-@pytest.mark.parametrize(("policy", "is_left_out"), [("warn", 0), ("rollback", 0), ("skip", 1)])
+@pytest.mark.parametrize(
+    ("policy", "planted", "is_told", "is_left_out"),
+    [
+        *(("warn", (2.0, 1.0), 1, 0), ("rollback", (1.0, 30.0), 1, 0)),
+        *(("skip", (2.0, 1.0), 1, 1), ("skip", (1.0, 30.0), 1, 1), ("off", (100.0, 100.0), 0, 0)),
+    ],
+)
 def test_a_planted_spike_is_told_and_left_out_by_policy(
-    policy: str, is_left_out: int, planted: tuple[float, float], monkeypatch: pytest.MonkeyPatch
+    policy: str,
+    planted: tuple[float, float],
+    is_told: int,
+    is_left_out: int,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     context = build_small_context(guard={"spikes": policy, "spike_window": 8})
     state = State.at_start(context)
@@ -58,22 +64,14 @@ def test_a_planted_spike_is_told_and_left_out_by_policy(
     assert state.read_outcomes() == []
     before = weights(context)
     (result,) = take_planted(context, state, 1, {10: planted}, monkeypatch)
-    assert (result.spike.item(), result.skipped.item()) == (1, is_left_out)
+    assert (result.spike.item(), result.skipped.item()) == (is_told, is_left_out)
     is_same = all(torch.equal(old, new) for old, new in zip(before, weights(context), strict=True))
     assert is_same == bool(is_left_out)
     take_planted(context, state, 2, {}, monkeypatch)
-    assert state.read_outcomes() == [10]
-    assert state.read_outcomes() == []
+    assert state.read_outcomes() == [10] * is_told
     left_out = {"from_sequence": 80, "to_sequence": 88, "step": 10, "why": "spike"}
     assert state.ranges == [left_out] * is_left_out
     assert state.skipped.total == is_left_out
-
-
-def test_without_a_policy_nothing_is_a_spike(monkeypatch: pytest.MonkeyPatch) -> None:
-    context = build_small_context(guard={"spikes": "off", "spike_window": 8})
-    state = State.at_start(context)
-    *_, last = take_planted(context, state, 10, {9: (100.0, 100.0)}, monkeypatch)
-    assert (last.spike.item(), last.skipped.item(), state.read_outcomes()) == (0, 0, [])
 
 
 @pytest.mark.parametrize("bad", [(math.nan, 1.0), (1.0, math.inf), (math.inf, 1.0)])
@@ -90,16 +88,6 @@ def test_what_is_not_finite_is_left_out_whatever_the_policy(
     assert state.read_outcomes() == []
     assert [each["why"] for each in state.ranges] == ["not finite"] * 2
     assert [each["from_sequence"] for each in state.ranges] == [0, BATCH]
-
-
-def test_steps_say_what_they_do_to_the_heartbeat(monkeypatch: pytest.MonkeyPatch) -> None:
-    context = build_small_context()
-    state = State.at_start(context)
-    state.step = 7
-    said = []
-    monkeypatch.setattr(type(context.heartbeat), "enter", lambda _self, *what: said.append(what))
-    train_step(context, state)
-    assert said == [("data", 7), ("forward and backward", 7), ("update", 7)]
 
 
 def test_a_checkpoint_keeps_it_to_the_last_bit(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -186,65 +174,6 @@ def test_going_back_forgets_what_was_left_out_on_the_abandoned_way() -> None:
     assert [each["step"] for each in saved.ranges] == [18, 20]
     saved.step = 40
     assert saved.n_rollbacks_here == 0
-
-
-def save_after(n_steps: int, folder: Path) -> TrainContext:
-    """Trains on two ranks, and saves after each step."""
-    context = replace(build_small_context(2, parallel={"zero_stage": 1}), folder=folder)
-    state, saver = State.at_start(context), build_saver(context)
-    for _ in range(n_steps):
-        take_steps(context, state, 1)
-        save_state(context, state, saver, None)
-        saver.wait()
-    return context
-
-
-def resume_and_count(folder: Path) -> tuple[int, int]:
-    """Loads, and counts reads of the manifest, and requests for sizes of files."""
-    context = save_after(1, folder)
-    counts = {"load_manifest": 0, "regular_file_size": 0}
-
-    def count(name: str) -> Callable[[Path], Any]:
-        counted = getattr(checkpoint_format, name)
-
-        def call(path: Path) -> Any:
-            counts[name] += 1
-            return counted(path)
-
-        return call
-
-    with pytest.MonkeyPatch.context() as patch:
-        for name in counts:
-            patch.setattr(checkpoint_format, name, count(name))
-        patch.setattr(checkpoints, "load_manifest", checkpoint_format.load_manifest)
-        assert load_state(context).step == 1
-    return counts["load_manifest"], counts["regular_file_size"]
-
-
-def test_a_rank_reads_the_manifest_once_and_the_first_one_looks_for_all_files(
-    tmp_path: Path, run_ranks: Callable[..., list[Any]]
-) -> None:
-    first, second = run_ranks(2, resume_and_count, tmp_path)
-    n_files = len(checkpoint_format.read_manifest(tmp_path / "checkpoints/step-00000001").sizes)
-    assert (first, second) == ((1, 1 + n_files), (1, 1))  # the manifest has a size, too
-
-
-def lose_and_resume(folder: Path, file: int) -> int:
-    """Removes one of the files of the newest checkpoint, and loads."""
-    context = save_after(2, folder)
-    context.model.mesh.barrier()
-    if context.is_first_rank:
-        files = (folder / "checkpoints/step-00000002").glob("*.safetensors")
-        sorted(files)[file].unlink()
-    context.model.mesh.barrier()
-    return load_state(context).step
-
-
-@pytest.mark.parametrize("file", [0, -1])
-def test_all_ranks_take_an_older_checkpoint_if_a_file_of_one_is_lost(
-    file: int, tmp_path: Path, run_ranks: Callable[..., list[Any]]
-) -> None:
-    assert run_ranks(2, lose_and_resume, tmp_path, file) == [1, 1]
 
 
 def test_weights_that_were_left_to_a_checkpoint_never_train_without_it(tmp_path: Path) -> None:

@@ -4,23 +4,28 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import signal
+import sys
 import threading
+import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from tests.checkpoint.conftest import flip_bit
-from tests.training.conftest import lines_of, start, with_fields
+import torch.distributed as dist
+from tests.command import Fork
+from tests.training.conftest import lines_of, newest, require_same, start, stop_at, with_fields
 from tests.waiting import wait_until
 
 from trainyard.checkpoint.format import read_manifest
-from trainyard.checkpoint.load import load_tensors
-from trainyard.checkpoint.resume import newest_checkpoint
 from trainyard.config.run import Run
-from trainyard.errors import CheckpointError, GuardError
+from trainyard.errors import GuardError
+from trainyard.parallel.mesh import Mesh, StopVote, build_mesh
+from trainyard.topology import Topology
 from trainyard.training import step
-from trainyard.training.stop import DONE, Stop, StopReason
+from trainyard.training.stop import DONE, TWICE_SECONDS, Stop, StopReason
 
 
 def endless(run: Run) -> Run:
@@ -70,17 +75,6 @@ def test_the_time_limit_of_a_job(seconds: float | None, save: float, expected: s
     assert found == expected if expected is None else (found or "").startswith(expected)
 
 
-def test_nothing_starts_over_where_all_checkpoints_are_damaged(
-    tiny_run: Run, tmp_path: Path
-) -> None:
-    run = with_fields(tiny_run, checkpoint={"interval": 6})
-    start(tmp_path / "run", run)
-    for path in (tmp_path / "run" / "checkpoints").glob("*/model-*"):
-        flip_bit(path)
-    with pytest.raises(CheckpointError, match=r"no checkpoint in .* can be used; last .*checksum"):
-        start(tmp_path / "run", run)
-
-
 def plant_spike(monkeypatch: pytest.MonkeyPatch, at_step: int, offsets: set[int]) -> None:
     """Makes the loss of a step ten times what it was, where the data begins at an offset."""
     original = step.compute_gradients
@@ -128,23 +122,11 @@ def test_a_spike_sends_the_run_back(
     ]
 
     # Stopped and resumed after it, the same weights come out.
-    class StopsAtStep20(Stop):
-        n_steps = 0
-
-        def stop_request(self) -> str | None:
-            self.n_steps += 1
-            return str(StopReason("told to")) if self.n_steps == 18 + 5 else None
-
-    monkeypatch.setattr("trainyard.training.loop.Stop", lambda *_: StopsAtStep20(None))
-    assert start(tmp_path / "parts", run) == StopReason("told to")
-    monkeypatch.setattr("trainyard.training.loop.Stop", Stop)
+    stop_at(monkeypatch, 18 + 5)
+    assert start(tmp_path / "parts", run) == StopReason("told to", 75)
     assert start(tmp_path / "parts", run) == DONE
-    expected = load_tensors(checkpoint, "")
-    newest = newest_checkpoint(tmp_path / "parts" / "checkpoints")
-    assert newest is not None
-    found = load_tensors(newest, "")
-    assert all(torch.equal(expected[name], found[name]) for name in expected)
-    assert read_manifest(newest).training == {
+    require_same(folder, tmp_path / "parts")
+    assert read_manifest(newest(tmp_path / "parts")).training == {
         **training,
         "held_out_loss": pytest.approx(training["held_out_loss"]),
     }
@@ -156,15 +138,12 @@ def test_a_request_in_the_step_of_a_rollback_saves_its_record(
 ) -> None:
     run = spiking_run(tiny_run, "rollback")
     plant_spike(monkeypatch, 17, {0})
-    calls = iter([None] * 17 + [request_then])
-    monkeypatch.setattr(Stop, "stop_request", lambda _: next(calls, None))
+    stop_at(monkeypatch, 18, request_then)
     ending = start(tmp_path, run)
     assert ending == (StopReason.of(request_then) or DONE)
     assert 16 in [line["step"] for line in lines_of(tmp_path, "save")]
     if ending != DONE:
-        newest = newest_checkpoint(tmp_path / "checkpoints")
-        assert newest is not None
-        saved = read_manifest(newest)
+        saved = read_manifest(newest(tmp_path))
         assert (saved.step, saved.training["data_offset"]) == (16, 3 * 8)
         assert start(tmp_path, run) == DONE
     assert len(lines_of(tmp_path, "rollback")) == 1
@@ -201,3 +180,60 @@ def test_a_spike_that_data_does_not_cause_ends_the_run(
         start(tmp_path / "run", spiking_run(tiny_run, "rollback"))
     outcome = json.loads((tmp_path / "run" / "outcome.json").read_text())
     assert outcome["exit_code"] == 93
+
+
+@pytest.mark.parametrize(
+    ("share_of_twice", "code", "says"),
+    [(0.1, 0, "75 received SIGUSR1\n"), (1.1, -signal.SIGUSR1, "")],
+)
+def test_the_same_signal_counts_once_and_a_second_one_ends_at_once(
+    share_of_twice: float, code: int, says: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Once: from the scheduler and the parent."""
+    clock = [0.0]
+
+    def be_signalled() -> None:
+        monkeypatch.setattr(time, "monotonic", lambda: clock[0])
+        stop = Stop(None)
+        with stop.catch_signals():
+            signal.raise_signal(signal.SIGUSR1)
+            clock[0] += share_of_twice * TWICE_SECONDS
+            signal.raise_signal(signal.SIGUSR1)
+            sys.stdout.write(f"{stop.stop_request()}\n")
+
+    done = Fork(be_signalled).wait()
+    assert (done.returncode, done.stdout) == (code, says)
+
+
+def test_the_first_signal_says_why() -> None:
+    before = signal.getsignal(signal.SIGINT)
+    stop = Stop(None)
+    with stop.catch_signals():
+        assert stop.stop_request() is None
+        signal.raise_signal(signal.SIGINT)
+        signal.raise_signal(signal.SIGTERM)
+        assert stop.stop_request() == "93 received SIGINT"
+    assert signal.getsignal(signal.SIGINT) is before
+
+
+@pytest.mark.parametrize("n_late", [0, 1])
+def test_all_ranks_get_the_request_of_one_in_the_same_step(
+    n_late: int, run_ranks: Callable[..., list[Any]]
+) -> None:
+    requests = {(1, 1): "SAVE", (4, 0): "75 SIGTERM", (4, 1): "93 SIGINT"}
+
+    def vote() -> tuple[list[str | None], int]:
+        rank = dist.get_rank()
+        mesh = build_mesh(Topology(shard=2), rank, torch.device("cpu"))
+        exchanges: list[str | None] = []
+        with pytest.MonkeyPatch.context() as patch:
+            agree = Mesh.agree
+            patch.setattr(Mesh, "agree", lambda *args: exchanges.append(None) or agree(*args))
+            ballot = StopVote(mesh, n_late)
+            found = [ballot.cast(requests.get((step, rank))) for step in range(7)]
+        return found, len(exchanges)
+
+    for found, n_exchanges in run_ranks(2, vote):
+        expected = {1 + n_late: "SAVE", 4 + n_late: "75 SIGTERM"}
+        assert found == [expected.get(step) for step in range(7)]
+        assert n_exchanges == 2 + 2 * n_late, "of texts, after a request only"

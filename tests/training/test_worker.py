@@ -8,7 +8,8 @@ import json
 import os
 import signal
 import statistics
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -20,11 +21,18 @@ import torch.distributed as dist
 from tests.circles import everyday
 from tests.command import Fork
 from tests.faults.small_run import write_tokens
-from tests.training.conftest import lines_of, start, with_fields
+from tests.training.conftest import (
+    lines_of,
+    losses_of,
+    newest,
+    require_same,
+    start,
+    stop_at,
+    with_fields,
+)
 from tests.waiting import wait_until
 
 from trainyard.checkpoint.format import read_manifest
-from trainyard.checkpoint.load import load_tensors
 from trainyard.checkpoint.resume import newest_checkpoint
 from trainyard.config.run import Blend, Data, Run
 from trainyard.data.index_cache import FileBlock, IndexCache
@@ -49,38 +57,15 @@ from trainyard.parallel.mesh import (
     choose_device,
     explain_device_errors,
 )
+from trainyard.precision import policy
 from trainyard.topology import Topology
 from trainyard.training import loop
 from trainyard.training.context import build_shared_orders, hash_new_token_files
 from trainyard.training.run_folder import open_run, refuse_unsupported, write_run_folder
-from trainyard.training.state import State, TrainContext
 from trainyard.training.step import StepResult, train_step
-from trainyard.training.stop import DONE, Stop, StopReason
+from trainyard.training.stop import DONE, StopReason
 from trainyard.training.worker import main as worker_main
 from trainyard.training.worker import run_worker
-
-
-def train_losses(folder: Path) -> list[float]:
-    return [line["loss"] for line in lines_of(folder, "train")]
-
-
-def all_tensors(folder: Path) -> dict[str, torch.Tensor]:
-    checkpoint = newest_checkpoint(folder / "checkpoints")
-    assert checkpoint is not None
-    return load_tensors(checkpoint, "")
-
-
-class StopsAfter(Stop):
-    """Asks to stop at the n-th step boundary, as a signal would."""
-
-    def __init__(self, n_steps: int) -> None:
-        super().__init__(folder=None)
-        self.left = n_steps
-
-    def stop_request(self) -> str | None:
-        self.left -= 1
-        return str(StopReason("told to", 75)) if self.left == 0 else None
-
 
 EMULATED = {"fp8": {"emulate": True, "precise_blocks": 0}}
 PRECISIONS: dict[str, dict[str, object]] = {
@@ -92,7 +77,7 @@ PRECISIONS: dict[str, dict[str, object]] = {
 }
 
 
-@pytest.mark.parametrize("precision", everyday(PRECISIONS, ("fp32", "fp16", "fp8_lowbit")))
+@pytest.mark.parametrize("precision", everyday(PRECISIONS, ("fp16", "fp8_lowbit")))
 @pytest.mark.parametrize("accumulate", everyday((8, 2), (8,)))
 def test_stopped_and_resumed_equals_uninterrupted_to_the_last_bit(
     tiny_run: Run,
@@ -107,9 +92,8 @@ def test_stopped_and_resumed_equals_uninterrupted_to_the_last_bit(
         train={"micro_batch_size": accumulate},
     )
     assert start(tmp_path / "whole", run) == DONE
-    monkeypatch.setattr("trainyard.training.loop.Stop", lambda *_: StopsAfter(5))
+    stop_at(monkeypatch, 5)
     assert start(tmp_path / "parts", run) == StopReason("told to", 75)
-    monkeypatch.undo()
     assert start(tmp_path / "parts", run, "must") == DONE
 
     whole, parts = (
@@ -120,9 +104,7 @@ def test_stopped_and_resumed_equals_uninterrupted_to_the_last_bit(
     assert len(whole) == 12
     if precision == "fp16":
         assert whole[0][1] > whole[4][1] > whole[7][1]
-    expected, found = all_tensors(tmp_path / "whole"), all_tensors(tmp_path / "parts")
-    assert expected.keys() == found.keys()
-    assert all(torch.equal(expected[name], found[name]) for name in expected)
+    require_same(tmp_path / "whole", tmp_path / "parts")
 
 
 def test_it_learns(tiny_run: Run, tmp_path: Path) -> None:
@@ -133,77 +115,74 @@ def test_it_learns(tiny_run: Run, tmp_path: Path) -> None:
         optimizer={"learning_rate": 3e-3},
         model={"dropout": 0.0},
     )
-    start(tmp_path / "run", run)
-    losses = train_losses(tmp_path / "run")
+    start(tmp_path, run)
+    losses = losses_of(tmp_path)
     assert losses[0] == pytest.approx(6.24, abs=0.1)  # ln 512
     assert losses[-1] < 4.5
 
 
 def test_run_folder_says_everything(tiny_run: Run, tmp_path: Path) -> None:
-    folder = tmp_path / "run"
-    start(folder, with_fields(tiny_run, log={"tensorboard": True}))
-    plan = json.loads((folder / "plan.json").read_text())
-    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    run = with_fields(tiny_run, log={"tensorboard": True})
+    start(tmp_path, run)
+    plan = json.loads((tmp_path / "plan.json").read_text())
+    lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
     kinds = ["start", *["train"] * 12, "evaluate", "evaluate", "save", "end"]
     assert [line["kind"] for line in lines] == kinds
     assert (lines[15]["step"], lines[15]["bytes"]) == (12, 12 * plan["n_parameters"])
-    train = lines[12]
-    assert (train["step"], train["sequences"], train["tokens"]) == (12, 96, 96 * 64)
-    assert all(train[key] > 0 for key in ("loss", "gradient_norm", "milliseconds_per_step"))
-    assert train["model_flops_utilization"] is None
-    assert list((folder / "tensorboard").glob("events*"))
-    versions = json.loads((folder / "versions.json").read_text())
-    assert versions["torch"] == torch.__version__.partition("+")[0] or versions["torch"]
+    train = lines[1:13]
+    last = train[-1]
+    assert (last["step"], last["sequences"], last["tokens"]) == (12, 96, 96 * 64)
+    assert all(last[key] > 0 for key in ("loss", "gradient_norm", "milliseconds_per_step"))
+    assert last["model_flops_utilization"] is None
+    # Of its own batch, after a warmup of two steps to 1e-3.
+    rates = [line["learning_rate"] for line in train]
+    assert (*rates[:2], rates[-1]) == pytest.approx((0.5e-3, 1e-3, 1e-4))
+    speeds = [line["tokens_per_second_per_device"] for line in train]
+    for number, line in enumerate(train, 1):
+        left = (last["tokens"] - line["tokens"]) / statistics.median(speeds[:number])
+        assert line["seconds_left"] == pytest.approx(left)
+    assert list((tmp_path / "tensorboard").glob("events*"))
+    assert json.loads((tmp_path / "versions.json").read_text())["torch"]
     assert plan["n_steps"] == 12
-    manifest = read_manifest(folder / "checkpoints" / "step-00000012")
-    assert manifest.build_run() == with_fields(tiny_run, log={"tensorboard": True})
+    manifest = read_manifest(tmp_path / "checkpoints" / "step-00000012")
+    assert manifest.build_run() == run
     # Defaults too: a later version may have others.
     assert manifest.run["model"] == tiny_run.model.model_dump(mode="json")
 
 
-def test_rate_of_a_step_counts_its_own_batch(tiny_run: Run, tmp_path: Path) -> None:
-    start(tmp_path / "run", tiny_run)
-    rates = [line["learning_rate"] for line in lines_of(tmp_path / "run", "train")]
-    assert rates[:2] == pytest.approx([0.5e-3, 1e-3])  # a warmup of two steps to 1e-3
-    assert rates[-1] == pytest.approx(1e-4)
-
-
+@pytest.mark.parametrize("native", [True, False])
 def test_emulated_bf16_is_said(
-    tiny_run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tiny_run: Run, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch, native: bool
 ) -> None:
-    said: list[str] = []
-    monkeypatch.setattr("trainyard.precision.policy.logger.warning", said.append)
-    name = "trainyard.precision.policy.cpu_multiplies_bf16_natively"
-    for native in (True, False):
-        monkeypatch.setattr(name, lambda native=native: native)
-        folder = tmp_path / str(native)
-        start(folder, with_fields(tiny_run, precision={"kind": "bf16"}))
-        assert any("this CPU has no bf16 matmuls" in text for text in said) is not native
+    monkeypatch.setattr(policy, "cpu_multiplies_bf16_natively", lambda: native)
+    policy.warn_of_slow_precision(with_fields(tiny_run, precision={"kind": "bf16"}), CPU)
+    assert ("this CPU has no bf16 matmuls" in caplog.text) is not native
 
 
-def test_resume_never_and_must(tiny_run: Run, tmp_path: Path) -> None:
+def test_resume_never_and_must(tiny_run: Run, copied: Path, tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match=r"no checkpoint in .*--resume must"):
-        start(tmp_path / "run", tiny_run, "must")
-    assert not (tmp_path / "run").exists()
-    start(tmp_path / "run", tiny_run, "never")
-    with pytest.raises(CheckpointError, match="step-00000012 exists, and --resume never"):
-        start(tmp_path / "run", tiny_run, "never")
+        start(tmp_path / "new", tiny_run, "must")
+    assert not (tmp_path / "new").exists()
+    with pytest.raises(
+        CheckpointError, match="step-00000012 exists, and --resume never"
+    ) as refused:
+        start(copied, tiny_run, "never")
+    assert "another name, or pass --overwrite" in refused.value.hint
     # A worker may be started again without the parent that looks first.
     with pytest.raises(CheckpointError, match="step-00000012 exists, and --resume never"):
-        run_worker(open_run(tmp_path / "run"), "never")
+        run_worker(open_run(copied), "never")
 
 
-def test_resume_with_a_changed_run_names_the_fields(tiny_run: Run, tmp_path: Path) -> None:
-    start(tmp_path / "run", tiny_run)
-    before = (tmp_path / "run" / "run.toml").read_text()
+def test_resume_with_a_changed_run_names_the_fields(tiny_run: Run, copied: Path) -> None:
+    before = (copied / "run.toml").read_text()
     changed = with_fields(tiny_run, optimizer={"learning_rate": 0.1}, train={"seed": 5})
     with pytest.raises(CheckpointError) as refused:
-        start(tmp_path / "run", changed)
+        start(copied, changed)
     text = str(refused.value)
     assert "optimizer.learning_rate: 0.001 in the checkpoint, now 0.1" in text
     assert "train.seed: 1234 in the checkpoint, now 5" in text
     assert "free to change" in text
-    assert (tmp_path / "run" / "run.toml").read_text() == before
+    assert (copied / "run.toml").read_text() == before
 
 
 def test_steps_whose_gradients_are_not_finite_stop_the_run(tiny_run: Run, tmp_path: Path) -> None:
@@ -219,6 +198,7 @@ def test_steps_whose_gradients_are_not_finite_stop_the_run(tiny_run: Run, tmp_pa
     assert newest_checkpoint(tmp_path / "run" / "checkpoints") is None
 
 
+CPU = torch.device("cpu")
 FP8 = {"kind": "fp8", "fp8": {"precise_blocks": 0}}
 
 
@@ -261,19 +241,16 @@ def test_two_ranks_on_one_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
         choose_device(started_by_us)
 
 
-def test_sums_inside_matmuls_are_fp32_and_attention_is_flash(tiny_run: Run, tmp_path: Path) -> None:
-    torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = True
-    torch.backends.cuda.matmul.allow_fp16_reduced_precision_reduction = True
-    torch.backends.cuda.enable_cudnn_sdp(True)
-    start(tmp_path, tiny_run)
-    assert not torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction
-    assert not torch.backends.cuda.matmul.allow_fp16_reduced_precision_reduction
-    assert not torch.backends.cuda.cudnn_sdp_enabled()
-    assert torch.backends.cuda.flash_sdp_enabled()
-    choose_device(Process(), with_fields(tiny_run, kernels={"reduced_precision": True}))
-    assert torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction
-    choose_device(Process())
-    assert not torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction
+def test_sums_inside_matmuls_are_fp32_and_attention_is_flash(tiny_run: Run) -> None:
+    matmul = torch.backends.cuda.matmul
+    for allows in (True, False):
+        run = with_fields(tiny_run, kernels={"reduced_precision": allows})
+        torch.backends.cuda.enable_cudnn_sdp(True)
+        choose_device(Process(), run)
+        assert matmul.allow_bf16_reduced_precision_reduction is allows
+        assert matmul.allow_fp16_reduced_precision_reduction is allows
+        assert not torch.backends.cuda.cudnn_sdp_enabled()
+        assert torch.backends.cuda.flash_sdp_enabled()
 
 
 class DeviceTime(HostClock):
@@ -328,14 +305,6 @@ def test_a_full_gpu_is_one_message(
     assert error.value.exit_code == 2
 
 
-def test_a_deterministic_run_has_the_same_losses(tiny_run: Run, tmp_path: Path) -> None:
-    start(tmp_path / "fixed", with_fields(tiny_run, train={"deterministic": True}))
-    assert torch.are_deterministic_algorithms_enabled()
-    start(tmp_path / "free", tiny_run)
-    assert not torch.are_deterministic_algorithms_enabled()
-    assert train_losses(tmp_path / "fixed") == train_losses(tmp_path / "free")
-
-
 def test_what_has_no_deterministic_kernel_is_named(tiny_run: Run) -> None:
     run = with_fields(tiny_run, train={"deterministic": True})
     device = choose_device(Process(), run)
@@ -344,6 +313,8 @@ def test_what_has_no_deterministic_kernel_is_named(tiny_run: Run) -> None:
         explain_device_errors(run, resolve(run, 1), device),
     ):
         torch.zeros(2).put_(torch.tensor([0]), torch.ones(1))
+    choose_device(Process(), tiny_run)
+    assert not torch.are_deterministic_algorithms_enabled()
 
 
 def test_token_outside_the_vocabulary(tiny_run: Run, tmp_path: Path) -> None:
@@ -352,9 +323,7 @@ def test_token_outside_the_vocabulary(tiny_run: Run, tmp_path: Path) -> None:
         start(tmp_path / "run", small)
 
 
-@pytest.mark.parametrize(
-    ("number", "code"), [(signal.SIGTERM, 75), (signal.SIGHUP, 75), (signal.SIGINT, 93)]
-)
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGHUP, 75), (signal.SIGINT, 93)])
 def test_a_signal_saves_and_its_exit_code_tells_a_scheduler(
     tiny_run: Run,
     tmp_path: Path,
@@ -376,18 +345,7 @@ def test_a_signal_saves_and_its_exit_code_tells_a_scheduler(
     assert ("saving after this step" in ended.stderr) == (number == signal.SIGINT)
     outcome = json.loads((folder / "outcome.json").read_text())
     assert (outcome["reason"], outcome["exit_code"]) == (f"received {number.name}", code)
-    checkpoint = newest_checkpoint(folder / "checkpoints")
-    assert checkpoint is not None
-    assert read_manifest(checkpoint).step >= 3
-
-
-def test_half_a_line_of_a_killed_run_is_dropped(tiny_run: Run, tmp_path: Path) -> None:
-    write_run_folder(open_run(tmp_path / "run", run=tiny_run), "auto")
-    metrics = tmp_path / "run" / "metrics.jsonl"
-    metrics.write_text('{"kind": "train", "step": 1, "loss": 2.0}\n{"kind": "tra')
-    run_worker(open_run(tmp_path / "run"))
-    lines = [json.loads(line) for line in metrics.read_text().splitlines()]
-    assert [line["kind"] for line in lines[:3]] == ["train", "start", "train"]
+    assert read_manifest(newest(folder)).step >= 3
 
 
 def test_a_run_that_goes_on_with_other_code_says_so(
@@ -404,12 +362,8 @@ def test_a_run_that_goes_on_with_other_code_says_so(
     monkeypatch.setattr("trainyard.launch.environment.code_checksum", lambda: "0123456789ab")
     start(tmp_path, tiny_run)
     assert f"{said}: {code_checksum()}, commit " in caplog.text
-    newest = newest_checkpoint(tmp_path / "checkpoints")
-    assert newest is not None
-    for versions in (
-        read_manifest(newest).versions,
-        json.loads((tmp_path / "versions.json").read_text()),
-    ):
+    told = json.loads((tmp_path / "versions.json").read_text())
+    for versions in (read_manifest(newest(tmp_path)).versions, told):
         assert versions["code"] == "0123456789ab"
         assert versions["commit"]
 
@@ -468,56 +422,69 @@ def test_wandb_without_its_package(tiny_run: Run) -> None:
         refuse_unsupported(with_fields(tiny_run, log={"wandb_project": "yard"}))
 
 
+def meet() -> tuple[int, Mesh]:
+    """Gives the number of this rank of three, and the mesh of all."""
+    return dist.get_rank(), build_mesh(Topology(shard=3), dist.get_rank(), CPU)
+
+
+@contextmanager
+def counted_reads() -> Iterator[list[FileBlock]]:
+    """Yields a list of the blocks of files that are read in this process."""
+    found: list[FileBlock] = []
+    read_digest = FileBlock.read_digest
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(FileBlock, "read_digest", lambda *a: found.append(a[0]) or read_digest(*a))
+        yield found
+
+
+def run_on(prefixes: list[Path], cache: Path) -> Run:
+    data = {"blend": {"prefixes": list(map(str, prefixes))}, "cache_folder": str(cache)}
+    return Run.model_validate({"data": data})
+
+
+def write_twice(folder: Path) -> list[Path]:
+    """Writes the same token files in two folders."""
+    for name in "ab":
+        (folder / name).mkdir()
+    return [write_tokens(folder / name) for name in "ab"]
+
+
 def test_data_without_a_record_is_read_once_by_all_ranks_together(
     run_ranks: Callable[..., list[Any]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("trainyard.data.index_cache.BLOCK_BYTES", 500)
     monkeypatch.setattr("trainyard.training.context.BLOCKS_A_ROUND", 2)
-    (tmp_path / "other").mkdir()
-    prefixes = [str(write_tokens(tmp_path)), str(write_tokens(tmp_path / "other"))]
-    blocks = sum(-(-path.stat().st_size // 500) for p in prefixes for path in token_paths(p))
-    read_digest = FileBlock.read_digest
+    prefixes = write_twice(tmp_path)
+    blocks = sum(-(-path.stat().st_size // 500) for p in prefixes for path in token_paths(str(p)))
+    run = run_on(prefixes, tmp_path / "cache")
 
     def read() -> tuple[int, str]:
-        rank = dist.get_rank()
-        data = {"blend": {"prefixes": prefixes}, "cache_folder": str(tmp_path / "cache")}
-        run = Run.model_validate({"data": data})
-        read_here = []
-        patch = pytest.MonkeyPatch()
-        patch.setattr(FileBlock, "read_digest", lambda b: read_here.append(b) or read_digest(b))
-        mesh = build_mesh(Topology(shard=3), rank, torch.device("cpu"))
-        describe_data(run)
-        assert not read_here, "before the ranks have met, none reads"
-        hash_new_token_files(run, mesh, Heartbeat(), keeps=rank == 0)
-        return len(read_here), data_fingerprint(run)
+        rank, mesh = meet()
+        with counted_reads() as read_here:
+            describe_data(run)
+            assert not read_here, "before the ranks have met, none reads"
+            hash_new_token_files(run, mesh, Heartbeat(), keeps=rank == 0)
+            return len(read_here), data_fingerprint(run)
 
     counts, fingerprints = zip(*run_ranks(3, read), strict=True)
     assert max(counts) - min(counts) <= 1
     assert sum(counts) == blocks
-    alone = Run.model_validate({"data": {"blend": {"prefixes": prefixes},
-                                         "cache_folder": str(tmp_path / "new")}})  # fmt: skip
-    assert set(fingerprints) == {data_fingerprint(alone)}
+    assert set(fingerprints) == {data_fingerprint(run_on(prefixes, tmp_path / "new"))}
     assert run_ranks(3, read) == [(0, fingerprints[0])] * 3, "it is remembered"
 
 
 def test_ranks_that_see_other_data_are_told(
     run_ranks: Callable[..., list[Any]], tmp_path: Path
 ) -> None:
-    for name in "ab":
-        (tmp_path / name).mkdir()
-    prefixes = [write_tokens(tmp_path / name) for name in "ab"]
-    path = Path(f"{prefixes[1]}.bin")
+    mine, other = write_twice(tmp_path)
+    path = Path(f"{other}.bin")
     path.write_bytes(bytes(path.stat().st_size))
 
     def read() -> str:
-        rank = dist.get_rank()
-        data = {"blend": {"prefixes": [str(prefixes[rank == 2])]},
-                "cache_folder": str(tmp_path / f"cache{rank == 2}")}  # fmt: skip
-        mesh = build_mesh(Topology(shard=3), rank, torch.device("cpu"))
+        rank, mesh = meet()
+        run = run_on([other if rank == 2 else mine], tmp_path / f"cache{rank == 2}")
         with pytest.raises(LaunchError) as caught:
-            hash_new_token_files(
-                Run.model_validate({"data": data}), mesh, Heartbeat(), keeps=rank != 1
-            )
+            hash_new_token_files(run, mesh, Heartbeat(), keeps=rank != 1)
         return caught.value.problem
 
     assert set(run_ranks(3, read)) == {"rank 2 of 3: the token files differ from those of rank 0"}
@@ -545,6 +512,16 @@ def rows_of_order(run: Run, mesh: Mesh) -> list[list[int]]:
     return rows
 
 
+def spoil(folder: Path, shuffle: Path, fault: str) -> None:
+    """Puts zeros or another order into the cache."""
+    if fault == "damaged":
+        content = shuffle.read_bytes()
+        shuffle.write_bytes(content[:128] + bytes(len(content) - 128))
+    if fault == "other":
+        found = np.load(shuffle)
+        IndexCache(folder).save(shuffle.stem, found.shape, found.dtype, [found[::-1]])
+
+
 @pytest.mark.parametrize("fault", ["none", "damaged", "other"])
 def test_an_order_of_a_rank_s_own_is_checked(
     run_ranks: Callable[..., list[Any]], tiny_run: Run, tmp_path: Path, fault: str
@@ -552,38 +529,27 @@ def test_an_order_of_a_rank_s_own_is_checked(
     """Ranks 0 and 1 share a cache; that of rank 2 may be damaged or another."""
 
     def read() -> tuple[Any, int, bool]:
-        rank = dist.get_rank()
-        mesh = build_mesh(Topology(shard=3), rank, torch.device("cpu"))
+        rank, mesh = meet()
         folder = tmp_path / ("mine" if rank == 2 else "shared")
         batches = {"micro_batch_size": 1, "global_batch_size": 3}
         run = with_fields(tiny_run, data={"cache_folder": str(folder)}, train=batches)
         rows_of_order(run, mesh)
         shuffles = sorted(folder.glob("*-shuffle_index.npy"))
-        if rank == 2 and fault == "damaged":
-            for path in shuffles:
-                content = path.read_bytes()
-                path.write_bytes(content[:128] + bytes(len(content) - 128))
-        if rank == 2 and fault == "other":
-            for path in shuffles:
-                found = np.load(path)
-                IndexCache(folder).save(path.stem, found.shape, found.dtype, [found[::-1]])
+        for shuffle in shuffles if rank == 2 else ():
+            spoil(folder, shuffle, fault)
         states = [path.stat().st_mtime_ns for path in shuffles]
-        read_here = []
-        read_digest = FileBlock.read_digest
-        patch = pytest.MonkeyPatch()
-        patch.setattr(FileBlock, "read_digest", lambda *a: read_here.append(a) or read_digest(*a))
-        try:
-            result: Any = rows_of_order(run, mesh)
-        except LaunchError as error:
-            result = error.problem
+        with counted_reads() as read_here:
+            try:
+                result: Any = rows_of_order(run, mesh)
+            except LaunchError as error:
+                result = error.problem
         return result, len(read_here), states == [path.stat().st_mtime_ns for path in shuffles]
 
     results, n_read, untouched = zip(*run_ranks(3, read), strict=True)
     assert n_read[0] and not n_read[1] and n_read[2]
     if fault == "other":
-        assert set(results) == {
-            "rank 2 of 3: the order of training sequences differs from that of rank 0"
-        }
+        problem = "rank 2 of 3: the order of training sequences differs from that of rank 0"
+        assert set(results) == {problem}
     else:
         assert results[0] == results[1] == results[2]
         assert untouched == (True, True, fault == "none")
@@ -594,23 +560,11 @@ def test_after_the_second_step_the_collector_has_little_left_to_look_at(
 ) -> None:
     frozen = []
 
-    def noted(context: TrainContext, state: State) -> StepResult:
+    def noted(*context_and_state: Any) -> StepResult:
         frozen.append(gc.get_freeze_count())
-        return train_step(context, state)
+        return train_step(*context_and_state)
 
     monkeypatch.setattr(loop, "train_step", noted)
-    start(tmp_path / "run", tiny_run)
+    start(tmp_path, with_fields(tiny_run, train={"length": "4 steps"}))
     assert frozen[:2] == [0, 0] and min(frozen[2:]) > 10_000
     assert gc.get_freeze_count() == 0, "what runs next in this process is collected as ever"
-
-
-def test_the_time_left_follows_the_median_speed(tiny_run: Run, tmp_path: Path) -> None:
-    run = with_fields(tiny_run, train={"length": "6 steps"}, log={"interval": 1})
-    start(tmp_path / "run", run)
-    lines = [json.loads(line) for line in (tmp_path / "run/metrics.jsonl").read_text().splitlines()]
-    lines = [line for line in lines if line["kind"] == "train"]
-    assert len(lines) == 6
-    for number, line in enumerate(lines, 1):
-        left = lines[-1]["tokens"] - line["tokens"]
-        speeds = [each["tokens_per_second_per_device"] for each in lines[:number]]
-        assert line["seconds_left"] == pytest.approx(left / statistics.median(speeds))
