@@ -5,13 +5,9 @@ from typing import Any
 
 import pytest
 import torch
-import torch.nn.functional as F
-from benchmarks.baseline_models import build_transformers
 from torch import Tensor
-from torch._dynamo.utils import counters
 
 from trainyard.config.run import Model, Recompute
-from trainyard.model.compiled import compile_blocks
 from trainyard.model.dropout import Dropout, sequence_seeds
 from trainyard.model.gpt import GPT, initialize
 from trainyard.model.linear import add_to_gradients, cast_once
@@ -71,31 +67,6 @@ def loss_and_gradients(model: GPT) -> tuple[Tensor, dict[str, Tensor]]:
     }
 
 
-@pytest.mark.parametrize("tied", [True, False])
-def test_logits_loss_and_gradients_are_those_of_hugging_face_gpt2(tied: bool) -> None:
-    pytest.importorskip("transformers")
-    shape = SHAPE.model_copy(update={"tied_embeddings": tied})
-    model = build(shape)
-    peer = build_transformers(shape, model).train()
-    assert peer.config.layer_norm_epsilon == 1e-5
-    tokens, labels = some_tokens()
-    expected = peer(tokens).logits
-    torch.testing.assert_close(model.logits(model(tokens)), expected, rtol=1e-5, atol=1e-5)
-    F.cross_entropy(expected.flatten(0, 1), labels.flatten(), reduction="sum").backward()
-    _, gradients = loss_and_gradients(model)
-    theirs = peer.transformer
-    pairs = [
-        (gradients["embedding.weight"][:61], theirs.wte.weight.grad),
-        (gradients["positions.weight"], theirs.wpe.weight.grad),
-        (gradients["blocks.0.mlp.up.weight"], theirs.h[0].mlp.c_fc.weight.grad.t()),
-        (gradients["blocks.1.attention.out.bias"], theirs.h[1].attn.c_proj.bias.grad),
-        (gradients["final_norm.weight"], theirs.ln_f.weight.grad),
-    ]
-    for mine, other in pairs:
-        torch.testing.assert_close(mine, other, rtol=1e-4, atol=1e-4)
-    assert gradients["embedding.weight"][61:].count_nonzero() == 0
-
-
 def test_an_untied_head_is_a_matrix_of_its_own() -> None:
     tied, untied = build(), build(SHAPE.model_copy(update={"tied_embeddings": False}))
     assert tied.head_weight is tied.embedding.weight
@@ -145,8 +116,11 @@ def test_bf16_stays_near_fp32_and_gradients_are_fp32() -> None:
 
 @torch.no_grad()
 @pytest.mark.parametrize("pieces", [[1] * 16, [7, 1, 8], [16]])
-def test_a_cache_gives_the_logits_of_the_whole_sequence(pieces: list[int]) -> None:
-    model = build().eval()
+@pytest.mark.parametrize("options", [{}, MODERN], ids=["gpt-3", "modern"])
+def test_a_cache_gives_the_logits_of_the_whole_sequence(
+    options: dict[str, Any], pieces: list[int]
+) -> None:
+    model = build(SHAPE.model_copy(update=options)).eval()
     tokens, _ = some_tokens()
     caches = model.build_caches(16)
     parts = [model.logits(model(part, caches=caches)) for part in tokens.split(pieces, 1)]
@@ -224,27 +198,6 @@ def test_positions_survive_a_model_built_without_memory() -> None:
     tokens, _ = some_tokens()
     assert torch.equal(model(tokens), expected(tokens))
     assert torch.equal(model.position_table.tokens, torch.arange(16))
-
-
-@pytest.mark.exhaustive
-@pytest.mark.filterwarnings("ignore")  # the compiler's own, not ours
-@pytest.mark.parametrize("recompute", ["none", "attention", "block"])
-@pytest.mark.parametrize("options", [{"dropout": 0.2}, MODERN], ids=["gpt-3", "modern"])
-def test_compiled_blocks_equal_eager_ones(options: dict[str, Any], recompute: Recompute) -> None:
-    shape = SHAPE.model_copy(update=options)
-    loss, gradients = loss_and_gradients(build(shape))
-    model = build(shape, recompute=recompute)
-    names = list(model.state_dict())
-    compile_blocks(model)
-    assert list(model.state_dict()) == names
-    counters.clear()
-    model(some_tokens()[0], sequence_seeds(6, 0, 0, 3))
-    assert counters["stats"]["unique_graphs"] == 1  # one serves both blocks
-    again, same = loss_and_gradients(model)
-    assert not counters["graph_break"]
-    torch.testing.assert_close(again, loss, rtol=1e-6, atol=0)
-    for name, gradient in gradients.items():
-        torch.testing.assert_close(same[name], gradient, rtol=1e-4, atol=1e-5)
 
 
 def test_few_tokens_without_gradients_have_the_same_swiglu() -> None:

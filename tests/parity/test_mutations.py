@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 import pytest
@@ -16,9 +15,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from trainyard.config.run import Parallel
 from trainyard.data.loader import Loader
-from trainyard.layout.resolve import Plan, resolve
+from trainyard.layout.resolve import Plan
 from trainyard.model import attention, linear, loss, positions
 from trainyard.model.gpt import GPT
 from trainyard.optim import clip, muon
@@ -31,7 +29,7 @@ from trainyard.simulate import parity
 from trainyard.simulate.parity import BOUNDS, Outcome, compare
 from trainyard.training import step
 
-from .rows import TABLE, Row, train_rank
+from .rows import TABLE, Row
 
 Patch = Callable[[pytest.MonkeyPatch], None]
 FAULTS: dict[str, tuple[Patch, Row]] = {}
@@ -50,6 +48,18 @@ def seen_in(row: str) -> Callable[[Patch], Patch]:
     return note
 
 
+def around(patch: pytest.MonkeyPatch, owner: Any, name: str) -> Callable[..., None]:
+    """Replaces a function by one that gets the right one before its arguments."""
+    right = getattr(owner, name)
+
+    def replace_by(wrong: Callable[..., Any]) -> None:
+        patch.setattr(
+            owner, name, lambda *arguments, **options: wrong(right, *arguments, **options)
+        )
+
+    return replace_by
+
+
 @seen_in(TENSOR)
 def missing_all_reduce(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(tensor, "reduce_from_group", lambda x, group: x)
@@ -57,25 +67,19 @@ def missing_all_reduce(patch: pytest.MonkeyPatch) -> None:
 
 @seen_in("tp2 sequence recompute-block, modern dropout")
 def gradients_of_norms_not_added_up(patch: pytest.MonkeyPatch) -> None:
-    built = ParallelModel.__init__
-
-    def build(self: ParallelModel, *arguments: Any) -> None:
-        built(self, *arguments)
-        self._parallel = self._parallel.model_copy(update={"sequence": False})
-
-    patch.setattr(ParallelModel, "__init__", build)
+    @around(patch, ParallelModel, "__init__")
+    def build(right: Any, model: Any, *arguments: Any) -> None:
+        right(model, *arguments)
+        model._parallel = model._parallel.model_copy(update={"sequence": False})
 
 
 @seen_in(DATA)
 def scaled_by_the_micro_batch(patch: pytest.MonkeyPatch) -> None:
-    right = ParallelModel.forward_backward
-
+    @around(patch, ParallelModel, "forward_backward")
     def wrong(
-        self: ParallelModel, tokens: Tensor, labels: Tensor, seeds: Tensor | None, scale: Any
+        right: Any, model: Any, tokens: Tensor, labels: Tensor, seeds: Any, scale: Any
     ) -> Tensor:
-        return right(self, tokens, labels, seeds, scale * len(tokens))
-
-    patch.setattr(ParallelModel, "forward_backward", wrong)
+        return right(model, tokens, labels, seeds, scale * len(tokens))
 
 
 @seen_in(PIPELINE)
@@ -88,52 +92,43 @@ def unsynced_tied_embedding(patch: pytest.MonkeyPatch) -> None:
 
 @seen_in(TENSOR)
 def clipped_by_the_local_norm(patch: pytest.MonkeyPatch) -> None:
-    def local(self: Any, model: ParallelModel, *arguments: Any) -> clip.StepStats:
-        right = clip.reduce_step_stats(self, model, *arguments)
-        squares = [each.gradient.square().sum() for each in self.local_parameters]
-        return replace(right, norm=torch.stack(squares).sum().sqrt() * right.multiplier)
-
-    patch.setattr(step, "reduce_step_stats", local)
+    @around(patch, step, "reduce_step_stats")
+    def local(right: Any, model: ParallelModel, *arguments: Any) -> clip.StepStats:
+        stats = right(model, *arguments)
+        squares = [each.gradient.square().sum() for each in model.local_parameters]
+        return replace(stats, norm=torch.stack(squares).sum().sqrt() * stats.multiplier)
 
 
 @seen_in(MUON)
 def dropout_shared_across_the_cut(patch: pytest.MonkeyPatch) -> None:
-    right = tensor.apply_tensor_parallel
-
-    def wrong(model: GPT, group: dist.ProcessGroup, parallel: Parallel) -> None:
-        right(model, group, parallel)
+    @around(patch, parallel_model, "apply_tensor_parallel")
+    def wrong(right: Any, model: GPT, *arguments: Any) -> None:
+        right(model, *arguments)
         for block in model.blocks.values():
             block.attention.core.first_head = 0
-
-    patch.setattr(parallel_model, "apply_tensor_parallel", wrong)
 
 
 @seen_in(PIPELINE)
 def stage_off_by_one(patch: pytest.MonkeyPatch) -> None:
-    def wrong(*arguments: Any) -> Plan:
-        plan = resolve(*arguments)
+    @around(patch, parity, "resolve")
+    def wrong(right: Any, *arguments: Any) -> Plan:
+        plan = right(*arguments)
         (start, end), *others = plan.stages
         return replace(plan, stages=((start, end + 1), *others))
-
-    patch.setattr(parity, "resolve", wrong)
 
 
 @seen_in(TENSOR)
 def wrong_vocabulary_offset(patch: pytest.MonkeyPatch) -> None:
-    built = tensor.VocabularyShard.__init__
-
-    def wrong(self: Any, group: dist.ProcessGroup, first_row: int, spread: Any) -> None:
-        built(self, group, first_row + (1 if first_row else 0), spread)
-
-    patch.setattr(tensor.VocabularyShard, "__init__", wrong)
+    @around(patch, tensor.VocabularyShard, "__init__")
+    def wrong(right: Any, shard: Any, group: Any, first_row: int, spread: Any) -> None:
+        right(shard, group, first_row + (1 if first_row else 0), spread)
 
 
 @seen_in(DATA)
 def mean_of_means(patch: pytest.MonkeyPatch) -> None:
-    right = clip.reduce_step_stats
-
+    @around(patch, step, "reduce_step_stats")
     def wrong(
-        model: ParallelModel, loss: Tensor, n_labelled: int, n_expected: int
+        right: Any, model: ParallelModel, loss: Tensor, n_labelled: int, n_expected: int
     ) -> clip.StepStats:
         n_ranks = model.mesh.topology.data
         share = n_labelled * n_ranks / n_expected
@@ -141,26 +136,18 @@ def mean_of_means(patch: pytest.MonkeyPatch) -> None:
             each.gradient.div_(share)
         return right(model, loss / share, n_expected // n_ranks, n_expected)
 
-    patch.setattr(step, "reduce_step_stats", wrong)
-
 
 @seen_in(TENSOR)
 def padding_of_the_vocabulary_counts(patch: pytest.MonkeyPatch) -> None:
-    right = loss.CrossEntropy.forward
-
-    def wrong(
-        self: Any, hidden: Tensor, weight: Tensor, labels: Tensor, *size_and_scale: Any
-    ) -> Tensor:
-        return right(self, hidden, weight, labels, 10**6, *size_and_scale[1:])
-
-    patch.setattr(loss.CrossEntropy, "forward", wrong)
+    @around(patch, loss.CrossEntropy, "forward")
+    def wrong(right: Any, of: Any, hidden: Any, weight: Any, labels: Any, *rest: Any) -> Tensor:
+        return right(of, hidden, weight, labels, 10**6, *rest[1:])
 
 
 @seen_in("dp2 zero1")
 def stale_shard(patch: pytest.MonkeyPatch) -> None:
-    right = AdamW.step
-
-    def wrong(optimizer: AdamW, *arguments: Any) -> None:
+    @around(patch, AdamW, "step")
+    def wrong(right: Any, optimizer: AdamW, *arguments: Any) -> None:
         parameter = local_part(optimizer.parameters[0])
         before = parameter.detach().clone()
         right(optimizer, *arguments)
@@ -168,31 +155,23 @@ def stale_shard(patch: pytest.MonkeyPatch) -> None:
             with torch.no_grad():
                 parameter.copy_(before)
 
-    patch.setattr(AdamW, "step", wrong)
-
 
 @seen_in(DATA)
 def second_rank_reads_one_further(patch: pytest.MonkeyPatch) -> None:
-    right = Loader._read
-
-    def wrong(self: Loader, step: int, offset: int) -> Any:
-        return right(self, step, offset + (self._share[0] == 1))
-
-    patch.setattr(Loader, "_read", wrong)
+    @around(patch, Loader, "_read")
+    def wrong(right: Any, loader: Loader, step: int, offset: int) -> Any:
+        return right(loader, step, offset + (loader._share[0] == 1))
 
 
 @seen_in(RING)
 def ring_sends_its_own_keys_again(patch: pytest.MonkeyPatch) -> None:
-    right = context._finish_shift
-
-    def wrong(arriving: Tensor, like: Any) -> Any:
+    @around(patch, context, "_finish_shift")
+    def wrong(right: Any, arriving: Tensor, like: Any) -> Any:
         arrived: Any = right(arriving, like)
         if hasattr(like, "has_arrived"):  # then what arrived first does so once more
             return like
         arrived.has_arrived = True
         return arrived
-
-    patch.setattr(context, "_finish_shift", wrong)
 
 
 def gradients_of_replicas_not_added_up(patch: pytest.MonkeyPatch) -> None:
@@ -207,28 +186,24 @@ def gradients_of_replicas_not_added_up(patch: pytest.MonkeyPatch) -> None:
 @seen_in("cp2 ring zero0, muon rotary")
 def ring_turns_consecutive_positions(patch: pytest.MonkeyPatch) -> None:
     """Rotary positions count from this rank's part of the sequence, as without a ring's order."""
-    right = parallel_model.apply_context_parallel
 
-    def wrong(model: GPT, group: dist.ProcessGroup, method: Any) -> None:
+    @around(patch, parallel_model, "apply_context_parallel")
+    def wrong(right: Any, model: GPT, group: dist.ProcessGroup, method: Any) -> None:
         rotation = model.position_table.rotation
         right(model, group, method)
         assert rotation is not None
         own = context.take_shard(rotation, group.rank(), group.size(), "ulysses", 1)
         model.position_table.rotation = own
 
-    patch.setattr(parallel_model, "apply_context_parallel", wrong)
-
 
 @seen_in(TENSOR)
 def keys_of_other_groups(patch: pytest.MonkeyPatch) -> None:
     """A rank's heads take the keys and values of its groups in turn, not in equal runs."""
-    right = attention._attend
 
-    def wrong(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
+    @around(patch, attention, "_attend")
+    def wrong(right: Any, q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
         n_times = q.shape[1] // k.shape[1]
         return right(q, k.repeat(1, n_times, 1, 1), v.repeat(1, n_times, 1, 1), **options)
-
-    patch.setattr(attention, "_attend", wrong)
 
 
 @seen_in(TENSOR)
@@ -239,14 +214,11 @@ def halves_of_swiglu_exchanged(patch: pytest.MonkeyPatch) -> None:
 
 @seen_in(TENSOR)
 def gradients_of_head_norms_not_added_up(patch: pytest.MonkeyPatch) -> None:
-    built = ParallelModel.__init__
-
-    def build(self: ParallelModel, *arguments: Any) -> None:
-        built(self, *arguments)
-        for each in self.local_parameters:
+    @around(patch, ParallelModel, "__init__")
+    def build(right: Any, model: ParallelModel, *arguments: Any) -> None:
+        right(model, *arguments)
+        for each in model.local_parameters:
             each.of_heads = False
-
-    patch.setattr(ParallelModel, "__init__", build)
 
 
 @seen_in(MUON)
@@ -256,47 +228,37 @@ def squares_of_all_heads_not_added_up(patch: pytest.MonkeyPatch) -> None:
 
 @seen_in(TENSOR)
 def norm_before_in_one_block(patch: pytest.MonkeyPatch) -> None:
-    right = tensor.apply_tensor_parallel
-
-    def wrong(model: GPT, group: dist.ProcessGroup, parallel: Parallel) -> None:
-        right(model, group, parallel)
+    @around(patch, parallel_model, "apply_tensor_parallel")
+    def wrong(right: Any, model: GPT, *arguments: Any) -> None:
+        right(model, *arguments)
         model.blocks["1"].norm_place = "before"
-
-    patch.setattr(parallel_model, "apply_tensor_parallel", wrong)
 
 
 @seen_in("cp2 ulysses zero0, documents rotary dropout")
 def positions_from_the_start_of_a_shard(patch: pytest.MonkeyPatch) -> None:
     """A rank counts positions from its first token, as if a document began there."""
-    right = positions._in_documents
 
-    def wrong(tokens: Tensor, ends: Tensor | None) -> Tensor:
+    @around(patch, positions, "_in_documents")
+    def wrong(right: Any, tokens: Tensor, ends: Tensor | None) -> Tensor:
         return (right(tokens, ends) - tokens[0]).clamp(min=0)
-
-    patch.setattr(positions, "_in_documents", wrong)
 
 
 @seen_in(RING)
 def documents_of_the_next_tokens(patch: pytest.MonkeyPatch) -> None:
     """A ring's rank sees the keys of the rank before those that have come."""
-    right = context._mask_of
 
-    def wrong(documents: Any, group: Any, step: int, *rest: Any) -> Any:
+    @around(patch, context, "_mask_of")
+    def wrong(right: Any, documents: Any, group: Any, step: int, *rest: Any) -> Any:
         return right(documents, group, (step + 1) % group.size() if step else 0, *rest)
-
-    patch.setattr(context, "_mask_of", wrong)
 
 
 @seen_in(TENSOR)
 def z_loss_of_a_shard(patch: pytest.MonkeyPatch) -> None:
-    right = loss._exponentials
-
-    def wrong(logits: Tensor, *rest: Any) -> tuple[Tensor, ...]:
+    @around(patch, loss, "_exponentials")
+    def wrong(right: Any, logits: Tensor, *rest: Any) -> tuple[Tensor, ...]:
         exponentials, total, target, largest = right(logits, *rest)
         of_shard = exponentials.sum(1, keepdim=True)
         return exponentials, total, target, largest + (of_shard / total).log()
-
-    patch.setattr(loss, "_exponentials", wrong)
 
 
 @seen_in("dp3 tp2 zero1, muon")
@@ -315,27 +277,18 @@ def momentum_put_together_in_the_order_of_ranks(patch: pytest.MonkeyPatch) -> No
     patch.setattr(muon._Exchange, "put_together", wrong)
 
 
-@pytest.fixture(scope="module")
-def references() -> dict[Row, Outcome]:
-    """Outcomes of the single device."""
-    return {}
-
-
 @pytest.mark.parametrize("name", FAULTS)
 def test_a_fault_is_seen(
     name: str,
-    run_ranks: Callable[..., list[Outcome]],
-    references: dict[Row, Outcome],
+    train_alone: Callable[[Row], Outcome],
+    train_sharded: Callable[[Row], list[Outcome]],
     monkeypatch: pytest.MonkeyPatch,
     record_property: Callable[[str, object], None],
 ) -> None:
     patch, row = FAULTS[name]
-    if row not in references:
-        alone = partial(train_rank, row.build_run(sharded=False), 1, row.computed_in)
-        (references[row],) = run_ranks(1, alone)
+    alone = train_alone(row)
     patch(monkeypatch)
-    sharded = partial(train_rank, row.build_run(), row.n_ranks, row.computed_in)
-    difference = compare(references[row], run_ranks(row.n_ranks, sharded))
+    difference = compare(alone, train_sharded(row))
     record_property("difference", f"{difference}")
     seen = max(difference.worst, difference.between_ranks)
     assert seen > 1e4 * BOUNDS[row.computed_in], difference

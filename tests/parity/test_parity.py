@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
-from functools import partial
 from itertools import combinations
 
 import pytest
@@ -20,41 +19,31 @@ from trainyard.config.precisions import Fp8
 from trainyard.precision import float8
 from trainyard.simulate.parity import BOUNDS, Outcome, compare
 
-from .rows import EVERY_DAY, TABLE, train_rank
+from .rows import EVERY_DAY, TABLE, Row
 
 SCALES_BOUND = 1e-5
 """Where other scales round the smallest numbers of matmuls in fp8."""
 
 
-@pytest.fixture(scope="module")
-def references() -> dict[str, Outcome]:
-    """Outcomes of the single device, by the run that made them."""
-    return {}
-
-
 @pytest.mark.parametrize("name", everyday(TABLE, EVERY_DAY))
 def test_a_layout_computes_what_one_device_computes(
     name: str,
-    run_ranks: Callable[..., list[Outcome]],
-    references: dict[str, Outcome],
+    train_alone: Callable[[Row], Outcome],
+    train_sharded: Callable[[Row], list[Outcome]],
     record_property: Callable[[str, object], None],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     row = TABLE[name]
-    alone, sharded = row.build_run(sharded=False), row.build_run()
+    parallel = row.build_run().parallel
     if row.computed_in.startswith("fp8"):
         float8.build_product(Fp8())  # imports torchao before the ranks are forked
     bound = BOUNDS[row.computed_in]
     if "matmuls-in-fp8" in row.words:
         monkeypatch.setattr(float8, "build_product", build_product_by_hand)
-        if sharded.parallel.tensor * sharded.parallel.context > 1:
+        if parallel.tensor * parallel.context > 1:
             bound = SCALES_BOUND
-    skip_if_torch_is_old(sharded)
-    key = f"{alone.model_dump_json()} {row.computed_in}"
-    if key not in references:
-        (references[key],) = run_ranks(1, partial(train_rank, alone, 1, row.computed_in))
-    outcomes = run_ranks(row.n_ranks, partial(train_rank, sharded, row.n_ranks, row.computed_in))
-    difference = compare(references[key], outcomes)
+    skip_if_torch_is_old(row.build_run())
+    difference = compare(train_alone(row), train_sharded(row))
     record_property("difference", f"{difference}")
     assert difference.is_within(bound), difference
 
