@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import json
-import math
 import os
-import resource
 import subprocess
 import sys
 import time
@@ -14,11 +12,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.benchmarks.running import ROOT
+from tests.training.test_metrics_file import no_file_above
 from tests.waiting import WATCHDOG_SECONDS
 
 from trainyard.layout.resolve import resolve
 
-ROOT = Path(__file__).parents[2]
 KERNELS = {
     "nvjet_sm90_tst_128x256_64x4_2x1_v_bz_coopB_TNN": "products",
     "sm90_xmma_gemm_bf16bf16_bf16f32_f32_tn_n_tilesize128x128x64_cublas": "products",
@@ -128,41 +127,24 @@ def test_what_no_longer_fits_is_left_out_and_said(tmp_path: Path) -> None:
     assert ends_of(rows) == {"first": "skipped"} and "== first: skipped" in said
 
 
-@pytest.mark.parametrize("full_after", [0, 250, 700])
 def test_a_full_disk_keeps_what_was_written(
-    full_after: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    from benchmarks.gpu.item import Session
-    from benchmarks.gpu.supervisor import Supervisor
-
-    path = tmp_path / "results.jsonl"
-    supervisor = Supervisor(Session(False, tmp_path), math.inf)
-    rows = [{"item": "x", "row": f"row {number}", "found": 1.0} for number in range(20)]
-    before = resource.getrlimit(resource.RLIMIT_FSIZE)
-    try:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (full_after, before[1]))
-        for row in rows:
-            supervisor.results.append(row)
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, before)
-    assert "File too large: 1 rows only printed" in capsys.readouterr().out
-    text = path.read_text()
-    kept = [json.loads(line) for line in text.splitlines()]
-    assert kept == rows[: len(kept)] and len(text) <= full_after
-    assert len(rows) > len(kept)
-    supervisor.results.append(rows[-1])  # there is room again
-    assert [json.loads(line) for line in path.read_text().splitlines()] == [*rows, rows[-1]]
-
-
-def test_a_folder_that_cannot_be_written_is_said(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     from benchmarks.gpu.supervisor import Results
 
+    path = tmp_path / "results.jsonl"
+    results = Results(path)
+    rows = [{"item": "x", "row": f"row {number}", "found": 1.0} for number in range(20)]
+    with no_file_above(250):
+        for row in rows:
+            results.append(row)
+    assert "File too large: 1 rows only printed" in capsys.readouterr().out
+    kept = [json.loads(line) for line in path.read_text().splitlines()]
+    assert kept == rows[: len(kept)] and 0 < len(kept) < len(rows)
+    results.append(rows[-1])  # there is room again
+    assert [json.loads(line) for line in path.read_text().splitlines()] == [*rows, rows[-1]]
     Results(tmp_path / "none" / "results.jsonl").append({"item": "x", "end": "done"})
-    assert (
-        "results.jsonl: No such file or directory: 1 rows only printed" in capsys.readouterr().out
-    )
+    assert "No such file or directory: 1 rows only printed" in capsys.readouterr().out
 
 
 def test_every_item_can_be_done() -> None:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import ast
-import importlib
 import json
 import math
 import os
@@ -13,35 +11,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.waiting import WATCHDOG_SECONDS
+from tests.benchmarks.running import run
 
 from benchmarks import peers, suite
-
-BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
-# Not in the suite, each with its test or the reason.
-OTHERS = {
-    "against.py": "test_baselines.py",
-    "checkpoint_interval.py": "tests/planning/test_saving.py",
-    "comparing.py": "test_preparing.py",
-    "front_door.py": "times the first commands, which tests run",
-    "growth.py": "test_growth.py",
-    "guide_tables.py": "test_guide_tables.py",
-    "layouts.py": "compares losses, as tests/parity do",
-    "learning.py": "test_learning.py",
-    "memory.py": "peak memory, without timing",
-    "mistakes.py": "tests/cli/test_mistakes.py",
-    "pages.py": "tests/e2e/test_pages.py",
-    "planned_memory.py": "tests/planning/test_memory.py",
-    "planning.py": "tests/planning/test_time.py",
-    "precision.py": "compares losses for an hour",
-    "presets.py": "trainyard bench over every preset",
-    "saving_ranks.py": "saves on many ranks",
-    "sharing.py": "test_preparing.py",
-    "suite.py": "the suite itself",
-    "tasks.py": "scores tasks from files that are not in the repository",
-    "terminal.py": "a picture of a terminal",
-    "wikitext.py": "tests/corpus/sources/test_wikitext.py",
-}
 
 
 @pytest.mark.exhaustive
@@ -67,16 +39,9 @@ def test_the_small_form_leaves_a_record(group: suite.Group, tmp_path: Path) -> N
 
 
 def run_small(group: suite.Group, folder: Path) -> dict[str, Any]:
-    script = str(BENCHMARKS / "suite.py")
-    options = ["--small", "--only", group.name, "--output", str(folder)]
-    done = subprocess.run(
-        # Peers that were checked out before are used; none is fetched.
-        [sys.executable, script, *options, "--peers", str(folder)],
-        capture_output=True,
-        text=True,
-        timeout=WATCHDOG_SECONDS,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
+    # Peers that were checked out before are used; none is fetched.
+    options = ["--small", "--only", group.name, "--output", str(folder), "--peers", str(folder)]
+    run("suite.py", *options)
     record: dict[str, Any] = json.loads((folder / group.record).read_text(encoding="utf-8"))
     return record
 
@@ -91,39 +56,6 @@ def check_losses(cell: dict[str, Any]) -> None:
     assert nanogpt is None or nanogpt["first_loss"] == pytest.approx(ours["first_loss"], rel=bound)
     for row in cell["candidates"].values():
         assert row["last_loss"] < row["first_loss"]
-
-
-@pytest.mark.parametrize(
-    ("options", "left_out"), [([], ["gpt2-tiny-bfloat16"]), (["--emulated"], [])]
-)
-def test_bf16_is_left_out_where_it_is_emulated(
-    options: list[str], left_out: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.syspath_prepend(BENCHMARKS)
-    cpu_step = importlib.import_module("cpu_step")
-    ratios = dict.fromkeys(
-        ("min_seconds", "median_seconds", "min_cpu_seconds", "median_cpu_seconds"), 1.0
-    )
-    monkeypatch.setattr(cpu_step, "cpu_multiplies_bf16_natively", lambda: False)
-    monkeypatch.setattr(cpu_step, "measure", lambda *_: {"fastest_peer_over_ours": ratios})
-    monkeypatch.setattr(cpu_step, "show", lambda *_: None)
-    cells, record = ["gpt2-tiny-float32", "gpt2-tiny-bfloat16"], tmp_path / "record"
-    command = ["cpu_step.py", "--cells", ",".join(cells), "--peers", str(tmp_path), *options]
-    monkeypatch.setattr(sys, "argv", [*command, "--output", str(record)])
-    cpu_step.main()
-    found = json.loads(record.read_text(encoding="utf-8"))
-    assert list(found["left_out"]) == left_out
-    assert list(found["cells"]) == [cell for cell in cells if cell not in left_out]
-
-
-def test_no_script_is_forgotten() -> None:
-    scripts = set()
-    for path in BENCHMARKS.glob("*.py"):
-        tree = ast.parse(path.read_text(encoding="utf-8"))
-        functions = (node.name for node in tree.body if isinstance(node, ast.FunctionDef))
-        if "main" in functions:
-            scripts.add(path.name)
-    assert scripts == {group.script for group in suite.GROUPS} | OTHERS.keys()
 
 
 @pytest.mark.parametrize("table", suite.TABLES, ids=lambda table: table.render.__name__)
