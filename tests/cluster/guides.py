@@ -22,7 +22,6 @@ from pathlib import Path
 from urllib.parse import urlsplit
 
 from tests.command import trainyard as call
-from tests.e2e.test_recipes_data import SMALL as SMALL_MODEL
 
 from trainyard.config.load import load_run
 from trainyard.jobs.status import read_submission
@@ -31,6 +30,8 @@ from .launching import SOURCES, write_commands
 from .machines import LOGIN, Machines
 from .mirror import texts
 from .slurm import ENDED, Slurm
+from .small_recipes import SMALL as SMALL_MODEL
+from .small_recipes import shorten_slimpajama, write_python
 from .stand_in_pbs import Pbs
 from .telling import Told
 
@@ -39,9 +40,7 @@ MIRROR = "http://10.77.0.1:8080"
 N_STEPS = 60
 FIRST = "## From an account to the first step"
 AFTER = "Afterwards:"
-SMALL = [word.replace("'", "") for word in SMALL_MODEL if not word.startswith("train.length")]
-SMALL += ["train.batch_ramp=none", "checkpoint.interval=10", "evaluate.interval=30"]
-SMALL += ["log.interval=1", "log.tensorboard=false"]
+SMALL = [*SMALL_MODEL, "checkpoint.interval=10", "evaluate.interval=30"]
 LENGTH = f"train.length={N_STEPS} steps"
 LONGER = f"train.length={N_STEPS + 30} steps"
 # How a line of a README is typed on machines of this size.
@@ -80,12 +79,6 @@ PYTHONPATH = "{sources}"
 [launch.prepare]
 {prepare}tasks = 2
 workers = 1
-"""
-# What nodes run: it adds the mirror to downloads.
-PYTHON = """\
-#!/bin/bash
-case " $* " in *" --fetch "*) set -- "$@" --mirror {mirror};; esac
-exec {python} "$@"
 """
 
 
@@ -304,8 +297,7 @@ def tell(guide: Guide, project: Path, machines: Machines, show: Callable[[str], 
 def write_cluster(guide: Guide, project: Path) -> None:
     """Writes `here.toml`: the guide's cluster, with nodes of one CPU."""
     python = project / "bin" / "python"
-    python.write_text(PYTHON.format(mirror=MIRROR, python=sys.executable))
-    python.chmod(0o755)
+    write_python(python, MIRROR)
     text = HERE.format(
         cluster=guide.cluster,
         python=python,
@@ -318,10 +310,7 @@ def write_cluster(guide: Guide, project: Path) -> None:
 
 def write_data(project: Path) -> None:
     """Writes what a guide does not fetch, and makes 72 files of 72 shards, not of 59,166."""
-    path = project / "recipes/azure/data/slimpajama.toml"
-    text = path.read_text()
-    assert "files_per_output = 822" in text
-    path.write_text(text.replace("files_per_output = 822", "files_per_output = 1"))
+    shorten_slimpajama(project)
     (project / "theirs").mkdir()
     lines = "".join(json.dumps({"text": text}) + "\n" for text in texts(4))
     (project / "mine.jsonl").write_text(lines)

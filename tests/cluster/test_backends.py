@@ -9,7 +9,6 @@ from __future__ import annotations
 import os
 import shutil
 from contextlib import suppress
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -20,40 +19,25 @@ from tests.waiting import wait_until
 from .conftest import need_slurm
 from .launching import read_losses, trainyard, write_cluster
 from .machines import Machines
+from .stand_in_pbs import Pbs
 
 pytestmark = pytest.mark.exhaustive
 
 N_STEPS = 3
 
 
-@dataclass(frozen=True)
-class Way:
-    """How ranks are started."""
-
-    scheduler: str
-    launch: dict[str, Any] = field(default_factory=dict)
-    needs: str = "bash"
-    """A program; of the package that the next one names."""
-    package: str = ""
-
-    @property
-    def n_nodes(self) -> int:
-        return 1 if self.scheduler == "local" else 2
-
-
-WAYS = {
-    "local": Way("local"),
-    "slurm, a task for each rank": Way("slurm"),
-    "slurm, torchrun on each node": Way("slurm", {"start": "torchrun"}),
-    "pbs, mpiexec of MPICH": Way("pbs", {"mpiexec": "mpich"}, "mpiexec.hydra", "mpich"),
-    "mpiexec of MPICH": Way("mpi", {"mpiexec": "mpich"}, "mpiexec.hydra", "mpich"),
-    "mpiexec of Open MPI": Way(
-        "mpi",
-        {"mpiexec": "openmpi", "options": ["--allow-run-as-root"]},
-        "mpiexec.openmpi",
-        "openmpi-bin",
+# How ranks are started: the scheduler, fields of its [launch] table, and a program of a package.
+WAYS: dict[str, tuple[str, dict[str, Any], str, str]] = {
+    "local": ("local", {}, "bash", ""),
+    "slurm, a task for each rank": ("slurm", {}, "bash", ""),
+    "slurm, torchrun on each node": ("slurm", {"start": "torchrun"}, "bash", ""),
+    "pbs, mpiexec of MPICH": ("pbs", {"mpiexec": "mpich"}, "mpiexec.hydra", "mpich"),
+    "mpiexec of MPICH": ("mpi", {"mpiexec": "mpich"}, "mpiexec.hydra", "mpich"),
+    "mpiexec of Open MPI": (
+        *("mpi", {"mpiexec": "openmpi", "options": ["--allow-run-as-root"]}),
+        *("mpiexec.openmpi", "openmpi-bin"),
     ),
-    "ssh": Way("ssh"),
+    "ssh": ("ssh", {}, "bash", ""),
 }
 
 
@@ -86,22 +70,23 @@ def test_losses_are_equal(
     expected: dict[tuple[str, int], float],
     request: pytest.FixtureRequest,
 ) -> None:
-    way = WAYS[name]
-    if not shutil.which(way.needs):
-        pytest.skip(f"not installed here: {way.package}")
+    scheduler, fields, program, package = WAYS[name]
+    if not shutil.which(program):
+        pytest.skip(f"not installed here: {package}")
     run = "-".join(name.replace(",", "").split())
-    devices = 2 // way.n_nodes
-    cluster = write_cluster(project / f"{run}.toml", way.scheduler, devices, **way.launch)
+    n_nodes = 1 if scheduler == "local" else 2
+    devices = 2 // n_nodes
+    cluster = write_cluster(project / f"{run}.toml", scheduler, devices, **fields)
     launch = ["launch", *settings(project, run), "--cluster", str(cluster)]
-    launch += ["--nodes", str(way.n_nodes), "--ranks-per-node", str(devices)]
-    if way.scheduler == "slurm":
+    launch += ["--nodes", str(n_nodes), "--ranks-per-node", str(devices)]
+    if scheduler == "slurm":
         need_slurm()
         slurm = request.getfixturevalue("slurm")
         said = trainyard(machines, project, *launch)
         assert said.returncode == 0, said.stderr
         ended = slurm.wait(job_of(project / "runs" / run))
         assert ended == {0: ("COMPLETED", 0)}, whole_log_of(project / "runs" / run)
-    elif way.scheduler == "pbs":
+    elif scheduler == "pbs":
         run_as_pbs_does(machines, project, run, launch)
     else:
         done = trainyard(machines, project, *launch)
@@ -111,30 +96,13 @@ def test_losses_are_equal(
 
 
 def run_as_pbs_does(machines: Machines, project: Path, run: str, launch: list[str]) -> None:
-    # Takes the script and gives a number, no more: what PBS does with it is done below.
-    qsub = project / "bin" / "qsub"
-    qsub.parent.mkdir()
-    qsub.write_text("#!/bin/sh\necho 0.login\n")
-    qsub.chmod(0o755)
-    path = f"{qsub.parent}:{machines.environment['PATH']}"
+    (project / "bin").mkdir()
+    pbs = Pbs(machines, project)
+    path = f"{project}/bin:{machines.environment['PATH']}"
     said = trainyard(machines, project, *launch, path=path)
     assert said.returncode == 0, said.stderr
-    nodes = project / "nodes"
-    nodes.write_text("n1\nn2\n")
-    given = {
-        "PBS_NODEFILE": str(nodes),
-        "PBS_JOBID": "0.login",
-        "PBS_JOBNAME": run,
-        "PBS_O_WORKDIR": str(project),
-        "PBS_WALLTIME": "3600",
-    }
-    done = machines.run(
-        ["bash", str(project / "runs" / run / "job.sh")],
-        host="n1",
-        folder=Path("/root"),
-        environment=given,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
+    running = pbs.run_next(run, ["n1", "n2"])
+    assert running.wait() == 0, log_of(project / "runs" / run)
 
 
 def job_of(folder: Path) -> int:

@@ -17,8 +17,8 @@ from trainyard.jobs.status import read_starts, read_submission
 
 from .launching import TRAINYARD, read_losses, trainyard, write_cluster
 from .machines import Machines
+from .project import write_project
 from .slurm import Slurm
-from .story import write_project
 
 pytestmark = pytest.mark.exhaustive
 
@@ -55,20 +55,23 @@ def test_in_an_allocation_of_slurm(slurm: Slurm, machines: Machines, tmp_path: P
     assert "error: --nodes 2, but this allocation has 1\nhint: --nodes 1, or" in refused.stderr
 
 
+def replace_python(folder: Path, before: str) -> None:
+    """Lets the cluster's Python be a script with a line before the real one."""
+    python = folder / "python"
+    text = (folder / "here.toml").read_text()
+    old = next(line for line in text.splitlines() if line.startswith("python = "))
+    (folder / "here.toml").write_text(text.replace(old, f'python = "{python}"'))
+    python.write_text(f'#!/bin/bash\n{before}\nexec {TRAINYARD[0]} "$@"\n')
+    python.chmod(0o755)
+
+
 def test_a_failed_rank_starts_again_in_the_allocation(
     slurm: Slurm, machines: Machines, tmp_path: Path
 ) -> None:
     launch = [*TRAINYARD, "launch", *prepare(tmp_path, "slurm"), "--nodes", "2"]
     # The first training process of n2 is killed before it starts.
-    python = tmp_path / "python"
-    text = (tmp_path / "here.toml").read_text()
-    old = next(line for line in text.splitlines() if line.startswith("python = "))
-    (tmp_path / "here.toml").write_text(text.replace(old, f'python = "{python}"'))
-    kill = (
-        'if [ "$3" = trainyard.cli ] && [ "$(hostname)" = n2 ] && mkdir killed; then kill -9 $$; fi'
-    )
-    python.write_text(f'#!/bin/bash\n{kill} 2> /dev/null\nexec {TRAINYARD[0]} "$@"\n')
-    python.chmod(0o755)
+    is_first = '[ "$3" = trainyard.cli ] && [ "$(hostname)" = n2 ] && mkdir killed 2> /dev/null'
+    replace_python(tmp_path, f"if {is_first}; then kill -9 $$; fi")
     done = machines.run(["salloc", "--nodes=2", *launch], folder=tmp_path)
     assert done.returncode == 0, done.stdout + done.stderr
     starts = read_starts(tmp_path / "runs" / "run")
@@ -82,12 +85,7 @@ def test_a_spare_node_replaces_a_bad_one(slurm: Slurm, machines: Machines, tmp_p
     run = tmp_path / "runs" / "run"
     run.mkdir(parents=True)
     (run / "bad_nodes").write_text("n1 2\n")
-    python = tmp_path / "python"
-    text = (tmp_path / "here.toml").read_text()
-    old = next(line for line in text.splitlines() if line.startswith("python = "))
-    (tmp_path / "here.toml").write_text(text.replace(old, f'python = "{python}"'))
-    python.write_text(f'#!/bin/bash\nhostname >> hosts\nexec {TRAINYARD[0]} "$@"\n')
-    python.chmod(0o755)
+    replace_python(tmp_path, "hostname >> hosts")
     done = machines.run(["salloc", "--nodes=2", *launch], folder=tmp_path)
     assert done.returncode == 0, done.stdout + done.stderr
     assert set((tmp_path / "hosts").read_text().split()) == {"n2"}

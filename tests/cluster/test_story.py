@@ -1,4 +1,10 @@
-"""The whole story of a run on Slurm, as docs/slurm-story.md tells it."""
+"""A run on a real Slurm, from raw text to the last step, with all that befalls it on the way.
+
+Three machines (machines.py) are the nodes. One command submits the preparation of the corpus, an
+array of jobs, and training on two nodes after it. Then a more urgent job takes the nodes away, and
+machines die, one of them twice; docs/slurm-story.md has the log of such a run. Slurm is set to give
+up a silent node after 15 s, and `SlurmdTimeout` of most clusters is 300.
+"""
 
 from __future__ import annotations
 
@@ -6,14 +12,41 @@ from pathlib import Path
 
 import pytest
 
-from trainyard.jobs.status import read_bad_nodes, read_starts
+from trainyard.jobs.status import read_bad_nodes, read_starts, read_submission
 
 from .conftest import need_slurm
-from .launching import read_losses
+from .launching import read_losses, write_commands
 from .machines import Machines, why_not
-from .story import N_STEPS, tell
+from .project import N_STEPS, write_project
+from .slurm import Slurm
+from .telling import Told
 
 pytestmark = pytest.mark.exhaustive
+
+
+def tell(story: Told, slurm: Slurm) -> None:
+    """Lets it happen."""
+    story.type("trainyard launch run.toml --cluster basement.toml --nodes 2 --stages all")
+    story.train_on()
+    # Somebody with more urgent work needs all nodes.
+    slurm.run(["sbatch", "--partition=urgent", "--nodes=3", "--exclusive", "--wrap=sleep 5"])
+    story.follow("it has stopped", lambda: story.count("end") > 0)
+    story.type("trainyard status story")
+    story.follow("it is started again", lambda: story.count("start") > 1)
+    story.train_on()
+    for node in ("n2", "n3", "n2"):  # each dies under the job, and comes back later
+        before = story.count("lost")
+        slurm.machines.kill(node)
+        story.follow("the job runs again", lambda before=before: story.count("lost") > before)
+        slurm.boot(node)
+        story.train_on()
+    story.follow("it is done", story.is_done)
+    submission = read_submission(story.folder)
+    assert submission is not None
+    slurm.wait(int(submission.job))
+    story.show_log()
+    story.type("trainyard status story")
+    story.type("trainyard train run.toml name=undisturbed --ranks 2")
 
 
 def test_a_run_is_prepared_preempted_and_loses_nodes(
@@ -23,10 +56,12 @@ def test_a_run_is_prepared_preempted_and_loses_nodes(
     if reason := why_not():
         pytest.skip(reason)
     said: list[str] = []
+    write_project(tmp_path)
     # The path of a socket is 107 characters at most.
-    place = tmp_path_factory.mktemp("m")
-    with Machines(place, 3) as machines:
-        tell(tmp_path, machines, said.append)
+    with Machines(tmp_path_factory.mktemp("m"), 3) as machines:
+        slurm = Slurm(machines)
+        slurm.start()
+        tell(Told(tmp_path, machines, said.append, "story", write_commands(tmp_path)), slurm)
     folder = tmp_path / "runs" / "story"
     starts = read_starts(folder)
     log = "\n".join(said)

@@ -13,16 +13,16 @@ import sys
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file
 from tests.command import Fork, call
 from tests.layouts import read_layout
+from tests.training.conftest import lines_of, newest, stop_at
+from tests.training.conftest import losses_of as losses
 
 from trainyard.checkpoint.load import load_tensors
-from trainyard.checkpoint.resume import newest_checkpoint
 from trainyard.cli.evaluate import evaluate
 from trainyard.cli.export import export
 from trainyard.cli.generate import generate
@@ -34,7 +34,6 @@ from trainyard.corpus.preparation.train_tokenizer import train_tokenizer
 from trainyard.launch.environment import Process, rank_environment
 from trainyard.training import worker
 from trainyard.training.run_folder import open_run, write_run_folder
-from trainyard.training.stop import Stop, StopReason
 
 pytestmark = pytest.mark.exhaustive
 
@@ -111,23 +110,8 @@ def train(
     return [rank.returncode for rank in ended]
 
 
-def lines(folder: Path, kind: str) -> list[dict[str, Any]]:
-    text = (folder / "metrics.jsonl").read_text(encoding="utf-8")
-    return [line for line in map(json.loads, text.splitlines()) if line["kind"] == kind]
-
-
-def losses(folder: Path, kind: str = "train") -> list[float]:
-    return [line["loss"] for line in lines(folder, kind)]
-
-
 def said(folder: Path, rank: int) -> str:
     return (folder / "logs" / f"{rank}.log").read_text(encoding="utf-8")
-
-
-def weights(folder: Path) -> dict[str, torch.Tensor]:
-    checkpoint = newest_checkpoint(folder / "checkpoints")
-    assert checkpoint is not None
-    return load_tensors(checkpoint, "")
 
 
 @pytest.fixture(scope="module")
@@ -160,16 +144,16 @@ def test_a_layout_trains_as_one_process(
     trained: Callable[[str], Path], alone: Path, name: str
 ) -> None:
     folder, n_ranks = trained(name), read_layout(name).n_ranks
-    assert [line["step"] for line in lines(folder, "train")] == list(range(1, N_STEPS + 1))
-    assert losses(folder) == pytest.approx(losses(alone), rel=CLOSE)
-    assert losses(folder, "evaluate") == pytest.approx(losses(alone, "evaluate"), rel=CLOSE)
-    of_splits = [(line.get("split", "valid"), line["step"]) for line in lines(folder, "evaluate")]
-    assert of_splits == [("valid", 4), ("valid", 8), ("test", 8)]
-    for line in lines(folder, "train"):
+    assert [line["step"] for line in lines_of(folder, "train")] == list(range(1, N_STEPS + 1))
+    for kind in ("train", "evaluate"):
+        assert losses(folder, kind) == pytest.approx(losses(alone, kind), rel=CLOSE)
+    splits = [(line["split"], line["step"]) for line in lines_of(folder, "evaluate")]
+    assert splits == [("valid", 4), ("valid", 8), ("test", 8)]
+    for line in lines_of(folder, "train"):
         tokens_per_second = line["sequences_per_second"] * SEQUENCE_LENGTH
         assert line["tokens_per_second_per_device"] * n_ranks == pytest.approx(tokens_per_second)
-    assert len(lines(folder, "end")) == 1
-    expected, found = weights(alone), weights(folder)
+    assert len(lines_of(folder, "end")) == 1
+    expected, found = (load_tensors(newest(each), "") for each in (alone, folder))
     assert found.keys() == expected.keys()
     for tensor, whole in expected.items():
         torch.testing.assert_close(found[tensor], whole, rtol=1e-4, atol=2e-5, msg=tensor)
@@ -188,56 +172,34 @@ def test_only_rank_0_speaks(trained: Callable[[str], Path]) -> None:
 def test_samples_are_those_of_one_process(
     trained: Callable[[str], Path], alone: Path, name: str
 ) -> None:
-    texts = [line["text"] for line in lines(alone, "sample")]
-    assert len(texts) == 2
-    assert [line["text"] for line in lines(trained(name), "sample")] == texts
+    ours, texts = (
+        [line["text"] for line in lines_of(folder, "sample")] for folder in (trained(name), alone)
+    )
+    assert len(texts) == 2 and ours == texts
 
 
-class StopsAt(Stop):
-    """Asks to stop at the n-th step boundary, and only on some ranks."""
-
-    def __init__(self, n_steps: int, *, here: bool) -> None:
-        super().__init__(folder=None)
-        self.left, self.here = n_steps, here
-
-    def stop_request(self) -> str | None:
-        self.left -= 1
-        return str(StopReason("told to")) if self.left == 0 and self.here else None
-
-
-def stop_at(n_steps: int, rank: int) -> Callable[[int], None]:
+def stop_one(n_steps: int, rank: int) -> Callable[[int], None]:
     """Lets one rank of a run ask to stop."""
 
     def prepare_rank(number: int) -> None:
-        worker.Stop = lambda *_: StopsAt(n_steps, here=number == rank)  # type: ignore
+        if number == rank:
+            stop_at(pytest.MonkeyPatch(), n_steps)
 
     return prepare_rank
 
 
 def test_one_run_in_three_layouts(corpus: list[str], alone: Path, tmp_path: Path) -> None:
     first = run_of(corpus, *read_layout("tp2 pp2 sequence").overrides)
-    assert train(tmp_path, first, 4, stop_at(3, rank=2)) == [0] * 4
+    assert train(tmp_path, first, 4, stop_one(3, rank=2)) == [75] * 4
     assert "told to: saved step 3 in" in said(tmp_path, 0)
     second = run_of(corpus, "parallel.zero_stage=3", "train.micro_batch_size=1")
-    assert train(tmp_path, second, 2, stop_at(3, rank=1)) == [0] * 2
+    assert train(tmp_path, second, 2, stop_one(3, rank=1)) == [75] * 2
     assert "parallel.tensor: 2 in the checkpoint, now 1" in said(tmp_path, 0)
     third = run_of(corpus, "parallel.zero_stage=3")
     assert train(tmp_path, third) == [0]
-    assert [line["step"] for line in lines(tmp_path, "train")] == list(range(1, N_STEPS + 1))
-    assert [line["step"] for line in lines(tmp_path, "start")] == [0, 3, 6]
+    assert [line["step"] for line in lines_of(tmp_path, "train")] == list(range(1, N_STEPS + 1))
+    assert [line["step"] for line in lines_of(tmp_path, "start")] == [0, 3, 6]
     assert losses(tmp_path) == pytest.approx(losses(alone), rel=CLOSE)
-
-
-@pytest.mark.parametrize("name", ["dp2 zero3", "tp2 pp2 sequence"])
-def test_resumed_in_the_same_layout_to_the_last_bit(
-    corpus: list[str], trained: Callable[[str], Path], tmp_path: Path, name: str
-) -> None:
-    n_ranks, run = read_layout(name).n_ranks, run_of(corpus, *read_layout(name).overrides)
-    for _ in range(2):
-        assert train(tmp_path, run, n_ranks, stop_at(5, rank=1)) == [0] * n_ranks
-    assert losses(tmp_path) == losses(trained(name))
-    expected, found = weights(trained(name)), weights(tmp_path)
-    assert all(torch.equal(found[tensor], expected[tensor]) for tensor in expected)
 
 
 @pytest.mark.parametrize("name", ["tp2 pp2 sequence", "dp2 zero3"])

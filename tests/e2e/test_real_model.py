@@ -7,6 +7,8 @@ INSTALL brings 90 MB; no set-up of this project does.
 from __future__ import annotations
 
 import importlib.util
+import shutil
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -27,7 +29,7 @@ PROMPT = "The capital of France is"
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     if absent := [name for name in PACKAGES if importlib.util.find_spec(name) is None]:
         pytest.skip(f"{', '.join(absent)} not installed: {INSTALL}")
     found = importlib.util.find_spec(PACKAGES[0])
@@ -40,7 +42,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         file.parent, quantization_config=whole, dtype=torch.float32, **options
     ).save_pretrained(folder)
     transformers.AutoTokenizer.from_pretrained(file.parent, **options).save_pretrained(folder)
-    return folder
+    yield folder
+    shutil.rmtree(folder)  # 540 MB
 
 
 @pytest.mark.exhaustive

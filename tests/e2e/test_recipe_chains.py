@@ -16,13 +16,14 @@ from pathlib import Path
 
 import pytest
 from tests.cluster.mirror import DUMP, publish_corpora, texts
+from tests.cluster.small_recipes import SMALL, shorten_slimpajama, write_python
 from tests.cluster.stand_in import Queue
 from tests.command import trainyard
 from tests.corpus.fetching.test_fetch import Server, serving
 from tests.corpus.sources.test_wikipedia import page, write
-from tests.e2e.test_recipes_data import SMALL
 from tests.e2e.test_recipes_planned import commands
 from tests.golden.render_jobs import RECIPES
+from tests.training.conftest import lines_of
 
 from trainyard.config.load import load_run
 
@@ -32,128 +33,115 @@ ROOT = Path(__file__).parents[2]
 CORPORA = {
     "msamp": ["wikipedia"],
     "azure": ["slimpajama"],
-    "benchmark64": ["openwebtext", "wikipedia"],
-    "lumi": ["oscar"],
+    "benchmark64": ["openwebtext", "wikipedia-20220301"],
+    "lumi": ["oscar-1gb"],
     "polaris": [],
 }
 CHAINS = {name: cluster for name, (cluster, *_) in RECIPES.items() if cluster != "local"}
+SHORT = (*SMALL, "train.length='3 steps'")
 EMULATED = ["precision.fp8.emulate=true", "precision.fp8.precise_blocks=0"]
-# The cluster of a guide, with nodes of one CPU. Its Python knows a mirror of what is fetched.
+# The cluster of a guide, with nodes of one CPU.
 CLUSTER = """\
 extends = "{cluster}"
 gpu = "cpu"
 devices_per_node = 1
 
 [launch]
-python = "{python}"
-scratch = "{scratch}"
+python = "{project}/python"
+scratch = "{project}/scratch"
 
 [launch.prepare]
 tasks = 2
 workers = 1
-"""
-PYTHON = """\
-#!/bin/bash
-case " $* " in *" --fetch "*) set -- "$@" --mirror {mirror};; esac
-exec {python} "$@"
 """
 
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     """The corpora that `prepare --fetch` knows, small."""
-    folder: Path = tmp_path_factory.mktemp("corpora")
     with serving() as server:
-        publish_corpora(server, folder)
+        publish_corpora(server, tmp_path_factory.mktemp("corpora"))
         yield server
 
 
-def write_inputs(project: Path, guide: str) -> None:
-    """Writes what the guide expects to be there, and nothing else."""
-    if guide == "polaris":  # it prepares none
-        lines = "\n".join(json.dumps({"sequence": text}) for text in texts(4))
-        (project / "mine.jsonl").write_text(lines)
-        made = trainyard(
-            "prepare", "mine.jsonl", "-o", "data/genslm_subsample_200k", "--tokenizer", "gpt2",
-            "--json-key", "sequence", folder=project,
-        )  # fmt: skip
-        assert made.returncode == 0, made.stderr
-    if guide == "azure":  # 72 files of as many shards, not of 59,166
-        path = project / "recipes/azure/data/slimpajama.toml"
-        text = path.read_text()
-        assert "files_per_output = 822" in text
-        path.write_text(text.replace("files_per_output = 822", "files_per_output = 1"))
+@pytest.fixture
+def project(tmp_path: Path) -> Path:
+    """A folder with the recipes, and with the data that nobody fetches."""
+    shutil.copytree(ROOT / "recipes", tmp_path / "recipes")
+    shorten_slimpajama(tmp_path)
+    lines = "\n".join(json.dumps({"sequence": text}) for text in texts(4))
+    (tmp_path / "mine.jsonl").write_text(lines)
+    return tmp_path
 
 
-def write_cluster(project: Path, cluster: str, mirror: str) -> None:
-    python = project / "python"
-    python.write_text(PYTHON.format(mirror=mirror, python=sys.executable))
-    python.chmod(0o755)
-    scratch = project / "scratch"
-    scratch.mkdir()
-    text = CLUSTER.format(cluster=cluster, python=python, scratch=scratch)
-    (project / "here.toml").write_text(text)
+def run(project: Path, *words: str, **environment: str) -> None:
+    done = trainyard(*words, folder=project, **environment)
+    assert done.returncode == 0, f"{words}: {done.stderr}"
 
 
 def assert_trained(folder: Path) -> None:
     assert json.loads((folder / "outcome.json").read_text())["exit_code"] == 0
-    lines = map(json.loads, (folder / "metrics.jsonl").read_text().splitlines())
-    assert [line["step"] for line in lines if line["kind"] == "train"] == [1, 2, 3]
+    assert [line["step"] for line in lines_of(folder, "train")] == [1, 2, 3]
 
 
 # The stages of PBS too, which Polaris has no use for.
 @pytest.mark.parametrize(
     ("recipe", "cluster"), [*CHAINS.items(), ("lumi/125m", "polaris")], ids=lambda text: text
 )
-def test_a_chain_of_jobs(recipe: str, cluster: str, tmp_path: Path, server: Server) -> None:
-    guide = recipe.partition("/")[0]
-    shutil.copytree(ROOT / "recipes", tmp_path / "recipes")
-    write_inputs(tmp_path, guide)
-    write_cluster(tmp_path, cluster, server.address)
-    queue = Queue(tmp_path / "queue")
+def test_a_chain_of_jobs(recipe: str, cluster: str, project: Path, server: Server) -> None:
+    corpora = CORPORA[recipe.partition("/")[0]]
+    if not corpora:
+        output = ("-o", "data/genslm_subsample_200k", "--json-key", "sequence")
+        run(project, "prepare", "mine.jsonl", *output, "--tokenizer", "gpt2")
+    write_python(project / "python", server.address)
+    (project / "scratch").mkdir()
+    (project / "here.toml").write_text(CLUSTER.format(cluster=cluster, project=project))
+    queue = Queue(project / "queue")
     options = ["--cluster", "here.toml", "--nodes", "1", "name=chain"]
+    options += ["--stages", "all"] if corpora else []
     if cluster != "polaris":
-        (tmp_path / "any.image").touch()
+        (project / "any.image").touch()
         options += ["--image", "./any.image"]
-    overrides = [*SMALL, "train.batch_ramp=none", "log.interval=1"]
-    if "fp8" in recipe:
-        overrides += EMULATED
-    stages = ["--stages", "all"] if CORPORA[guide] else []
-    done = trainyard(
-        "launch", f"recipes/{recipe}.toml", *overrides, *options, *stages,
-        folder=tmp_path, PATH=queue.path, OMP_NUM_THREADS="1",
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr
+    overrides = [*SHORT, *(EMULATED if "fp8" in recipe else [])]
+    words = ["launch", f"recipes/{recipe}.toml", *overrides, *options]
+    run(project, *words, PATH=queue.path, OMP_NUM_THREADS="1")
     queue.run()
-    names = {"oscar": "oscar-1gb"}
-    if guide == "benchmark64":
-        names["wikipedia"] = "wikipedia-20220301"
-    fetched = [f"download-{names.get(name, name)}: 1 task, ended with 0" for name in CORPORA[guide]]
-    made = [f"prepare-{name}: 2 tasks, ended with 0" for name in CORPORA[guide]]
-    expected = [line for pair in zip(fetched, made, strict=True) for line in pair]
+    expected = []
+    for name in corpora:
+        short = {"oscar-1gb": "oscar", "wikipedia-20220301": "wikipedia"}.get(name, name)
+        expected += [f"download-{name}: 1 task, ended with 0"]
+        expected += [f"prepare-{short}: 2 tasks, ended with 0"]
     assert queue.log == [*expected, "train: 1 task, ended with 0"], queue.said()
-    assert_trained(tmp_path / "runs" / "chain")
-    print(f"{recipe} on {cluster}: {'; '.join(queue.log)}")  # noqa: T201  shown by pytest -rP
+    assert_trained(project / "runs" / "chain")
 
 
-def test_the_laptop(tmp_path: Path) -> None:
+def test_a_sample_of_slimpajama_takes_its_place(project: Path, server: Server) -> None:
+    text = (project / "recipes/azure/README.md").read_text(encoding="utf-8")
+    for words in commands(text):
+        if words[1] == "prepare" and "slimpajama-6b" in " ".join(words):
+            mirror = ["--mirror", server.address] if "--fetch" in words else []
+            run(project, *words[1:], *mirror)
+    run(project, "train", "recipes/azure/64m.toml", *SHORT)
+    assert_trained(project / "runs/azure-64m")
+    data = load_run(str(project / "runs/azure-64m/run.toml")).run.data
+    lists = (data.train.prefixes, data.test.prefixes, data.valid.prefixes)
+    assert [len(prefixes) for prefixes in lists] == [18, 15, 15]
+
+
+def test_the_laptop(project: Path) -> None:
     """The commands of its README, in their order."""
-    shutil.copytree(ROOT / "recipes", tmp_path / "recipes")
-    (tmp_path / "my-texts").mkdir()
-    (tmp_path / "my-texts/mine.txt").write_text("\n".join(texts(4)))
-    (tmp_path / "corpora/wikipedia").mkdir(parents=True)
+    (project / "my-texts").mkdir()
+    (project / "my-texts/mine.txt").write_text("\n".join(texts(4)))
+    (project / "corpora/wikipedia").mkdir(parents=True)
     words = texts(2)  # the recipe drops short articles
     pages = [page(f"Page {n}", " ".join(words[n : n + 10])) for n in range(0, len(words), 10)]
-    write(tmp_path / "corpora/wikipedia" / DUMP, pages)
-    python = Path(sys.executable).parent
+    write(project / "corpora/wikipedia" / DUMP, pages)
+    path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
     for words in commands((ROOT / "recipes/laptop/README.md").read_text(encoding="utf-8")):
-        small = [*SMALL, "log.interval=1"] if words[1] == "launch" else []
-        words = ["320" if word in ("8192", "4096") else word for word in words]
-        path = f"{python}:{os.environ['PATH']}"
-        done = trainyard(*words[1:], *small, folder=tmp_path, PATH=path)
-        assert done.returncode == 0, f"{words}: {done.stderr}"
-        if small:
+        is_launch = words[1] == "launch"
+        small = ["320" if word in ("8192", "4096") else word for word in words[1:]]
+        run(project, *small, *(SHORT if is_launch else ()), PATH=path)
+        if is_launch:
             named = [word.removeprefix("name=") for word in words if word.startswith("name=")]
-            name = (named or [load_run(str(tmp_path / words[2])).run.name])[0]
-            assert_trained(tmp_path / "runs" / name)
-            print(f"laptop: launch {words[2]} as {name}")  # noqa: T201
+            name = (named or [load_run(str(project / words[2])).run.name])[0]
+            assert_trained(project / "runs" / name)
