@@ -5,7 +5,9 @@ from pathlib import Path
 
 import pytest
 
+import trainyard
 from trainyard.files import open_file, parse_json, read_file
+from trainyard.log import show_progress
 
 
 def test_an_ordinary_file_and_a_link_to_one_are_read(tmp_path: Path) -> None:
@@ -41,3 +43,19 @@ def test_json_that_is_none_or_too_much_is_a_value_error(text: str | bytes) -> No
     with pytest.raises(ValueError, match=r".+"):
         parse_json(text)
     assert parse_json('{"a": [1]}') == {"a": [1]}
+
+
+def test_a_file_gets_no_bar_where_colours_are_forced(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("FORCE_COLOR", "1")  # as Jupyter and CI systems do
+    with show_progress("training", plain_lines=False) as update:
+        update(1, 2, "step 1 of 2")
+    assert capsys.readouterr().err == ""
+
+
+def test_every_console_is_built_here() -> None:
+    """Consoles of rich print control characters of texts."""
+    sources = Path(trainyard.__file__).parent.rglob("*.py")
+    found = {path.name for path in sources if "Console(" in path.read_text(encoding="utf-8")}
+    assert not found, "use build_console of trainyard.log"
