@@ -22,20 +22,13 @@ COOLDOWN = "schedule.kind=warmup_stable_decay; schedule.cooldown"
 IMPOSSIBLE = [
     # wrong types
     ("model.n_layers='4'", "model.n_layers: Input should be a valid integer (got '4')"),
-    ("model.n_layers=4.0", "Input should be a valid integer (got 4.0)"),
-    ("model.n_layers=true", "Input should be a valid integer (got True)"),
     ("model.n_layers.x=4", "Input should be a valid integer (got {'x': 4})"),
-    ("model.tied_embeddings=1", "Input should be a valid boolean (got 1)"),
     ("model.end_of_document_id=-1", "Input should be greater than or equal to 0 (got -1)"),
     ("model.end_of_document_id=600", "end_of_document_id=600 is not below vocabulary_size=512"),
-    ("train.z_loss=-1e-4", "Input should be greater than or equal to 0 (got -0.0001)"),
-    ("log.wandb_project=3", "Input should be a valid string (got 3)"),
     ("data.blend.prefixes=a", "data.blend.prefixes: must be a list, such as"),
     ("data.blend.prefixes=[1]", "data.blend.prefixes.0: Input should be a valid string (got 1)"),
     ("optimizer.betas=[0.9]", "optimizer.betas.1: required field is missing"),
-    ("optimizer.betas=[0.9, 'x']", "optimizer.betas.1: Input should be a valid number (got 'x')"),
     ("model=gpt3-13b", "model: this is a section, not a value (got 'gpt3-13b')"),
-    ("train.batch_ramp=16", "train.batch_ramp: this is a section, not a value (got 16)"),
     ("train.batch_ramp.start=16", "train.batch_ramp.increment: required field is missing"),
     # wrong units
     ("train.length=300", f"train.length: 300 {LENGTH}"),
@@ -46,18 +39,11 @@ IMPOSSIBLE = [
     ("schedule.warmup=.01", f"'.01' {LENGTH}"),
     ("model.query_key_norm=heads", "Input should be 'none', 'head' or 'all' (got 'heads')"),
     ("model.query_key_norm=1", "Input should be 'none', 'head' or 'all' (got 1)"),
-    ("model.norm_place=between", "Input should be 'before' or 'after' (got 'between')"),
     # out of range
     ("model.n_layers=0", "Input should be greater than or equal to 1 (got 0)"),
-    ("model.dropout=1.0", "Input should be less than 1 (got 1.0)"),
-    ("model.init_std=0", "model.init_std: Input should be greater than 0"),
     ("model.init_std=inf", "model.init_std: Input should be a finite number (got inf)"),
-    ("train.seed=4_294_967_296", "less than 4294967296"),
-    ("train.stop_after_minutes=0", "train.stop_after_minutes: Input should be greater than 0"),
     ("optimizer.clip_norm=nan", "greater than 0 (got nan)"),
-    ("optimizer.betas=[0.9, 1.0]", "optimizer.betas.1: Input should be less than 1 (got 1.0)"),
     ("parallel.pipeline=x", "1 problem in the run tiny:\n  parallel.pipeline: Input should be"),
-    ("parallel.zero_stage=4", "less than or equal to 3 (got 4)"),
     ("schedule.kind=cosin", "Input should be 'cosine', 'linear', 'constant' or"),
     ("name=a/b", "name: use letters, digits and . _ -, and start with a letter or digit"),
     ("name=..", "start with a letter or digit (got '..')"),
@@ -79,9 +65,7 @@ IMPOSSIBLE = [
     (f"{COOLDOWN}='51 steps'", "='51 steps' must not be longer than schedule.decay='50 steps'"),
     ("data.blend={prefixes=['a','b'],weights=[1]}", "data.blend: 2 prefixes but 1 weights"),
     ("data.blend.prefixes=['a']; data.blend.weights=[0]", "weights must be positive (got [0"),
-    ("data.blend.prefixes=['a']; data.blend.weights=[inf]", "Input should be a finite number"),
     ("data.blend.prefixes=['d/a','./d//a']", "'d/a' is listed more than once in prefixes"),
-    ("data.blend.prefixes=['a','a']", "'a' is listed more than once in prefixes"),
     (f"data.blend.prefixes={list(map(str, range(40_000)))}", "40000 prefixes; a blend takes 32766"),
     ("data.blend.prefixes=['a']; data.train.prefixes=['b']", "data: give either blend with split"),
     ("data.valid.prefixes=['b']", "data: valid is given without train"),
@@ -90,8 +74,6 @@ IMPOSSIBLE = [
         for text in ("", "9,a", "1,2,3,4", "9,-1,2", "1e3,1", "9,,1", "nan", "1.2.3", "9;1")
     ),
     ("data.split='0,0'", "data.split: split '0,0' leaves every split empty"),
-    ("model.n_layers=10000000000", "model.n_layers: Input should be less than or equal to 10000"),
-    ("optimizer.betas=0.9", "optimizer.betas: must be a list, such as ["),
 ]
 
 

@@ -33,15 +33,9 @@ from trainyard.config.section import ListOf, Section
 from trainyard.errors import ConfigError, MachineError
 from trainyard.units import parse_duration
 
-LINK_LATENCY_MICROSECONDS = 5.0
-"""Fitted, like the efficiencies; at the upper bound of the fit."""
-NETWORK_LATENCY_MICROSECONDS = 20.0
-"""Assumed."""
 FILES_LIMIT = 4
 CONTROL = r"[\x00-\x1f\x7f]"
 """Control characters, including line breaks: bash and schedulers interpret them."""
-PLACES = ("nodes", "ranks")
-"""Placeholders that an option may contain."""
 
 
 def _matching(pattern: str, problem: str) -> AfterValidator:
@@ -68,7 +62,7 @@ def _as_clock(text: str) -> str:
 
 
 def _check_option(text: str) -> str:
-    unknown = [name for name in re.findall(r"\{([^}]*)\}", text) if name not in PLACES]
+    unknown = [name for name in re.findall(r"\{([^}]*)\}", text) if name not in ("nodes", "ranks")]
     if unknown:
         raise ValueError(f"{{{unknown[0]}}} in {text!r} is unknown: use {{nodes}} or {{ranks}}")
     try:
@@ -219,9 +213,9 @@ class Cluster(Section):
     """Bandwidth from a device to all others of its node together, one direction."""
     network_gigabytes_per_second: float | None = Field(default=None, gt=0)
     """Bandwidth from a device to other nodes, one direction."""
-    link_latency_microseconds: float = Field(default=LINK_LATENCY_MICROSECONDS, ge=0)
+    link_latency_microseconds: float = Field(default=5.0, ge=0)  # upper bound of a fit
     """Latency of a hop inside a node."""
-    network_latency_microseconds: float = Field(default=NETWORK_LATENCY_MICROSECONDS, ge=0)
+    network_latency_microseconds: float = Field(default=20.0, ge=0)  # assumed
     """Latency of a hop between nodes."""
     memory_gigabytes: float | None = Field(default=None, gt=0)
     """Memory of a device, as sold (2^30 bytes each); absent: the datasheet's."""

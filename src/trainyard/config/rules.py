@@ -18,14 +18,7 @@ from typing import Any, TypeVar
 from pydantic import BaseModel
 
 from trainyard.config.precisions import SCALED_COLUMNS
-from trainyard.config.run import (
-    CUDNN_CAPABILITIES,
-    CUDNN_HEAD_MULTIPLE,
-    CUDNN_LARGEST_HEAD,
-    CUDNN_TOKENS,
-    Run,
-    default_zero_stage,
-)
+from trainyard.config.run import CUDNN_TOKENS, Run, default_zero_stage
 from trainyard.config.secrets import secret_problems
 from trainyard.config.section import as_toml
 
@@ -34,6 +27,10 @@ Changes = dict[str, Any]
 Fix = str | Changes
 """A field, whose nearest integer that works is taken; or new values."""
 
+CUDNN_HEAD_MULTIPLE, CUDNN_LARGEST_HEAD = 8, 128
+"""Sizes of heads that cuDNN's attention takes, forward and backward."""
+CUDNN_CAPABILITIES = (9, 10)
+"""Major compute capabilities where it is expected to be faster than flash attention."""
 FP8_MULTIPLE = 16
 """GPUs need matmul sides that are a multiple of this in fp8; emulation follows the same rule."""
 MOST_TRIALS = 1000

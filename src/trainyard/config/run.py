@@ -32,10 +32,6 @@ FlopFormula = Literal["megatron_causal", "megatron", "megatron_deepspeed", "deep
 MOST_PREFIXES = 32_766  # a corpus is a 16-bit number in the order
 CUDNN_TOKENS = 128
 """cuDNN's attention takes multiples of it: of others, some gave NaN (pytorch/pytorch#196678)."""
-CUDNN_HEAD_MULTIPLE, CUDNN_LARGEST_HEAD = 8, 128
-"""Sizes of heads that it takes, forward and backward."""
-CUDNN_CAPABILITIES = (9, 10)
-"""Major compute capabilities where it is expected to be faster than flash attention."""
 
 
 def default_zero_stage(pipeline: int) -> int:

@@ -259,16 +259,11 @@ def _read_header(path: Path) -> tuple[np.dtype[Any], int, int]:
         codes = ", ".join(f"{number} ({name})" for number, name in DTYPE_CODES.items())
         raise DataError(f"{path}: byte 17: dtype code {code} is not one of {codes}", remake)
     expected_bytes = _HEADER.size + 12 * n_sequences + 8 * n_entries
-    if size_bytes == expected_bytes + n_sequences > expected_bytes:
-        raise DataError(
-            f"{path}: {n_sequences} bytes longer than its counts say: a multimodal index",
-            "Trainyard reads text only; write the corpus without modes",
-        )
     if size_bytes != expected_bytes:
         raise DataError(
             f"{path}: {size_bytes} bytes, but its counts at byte 18 ({n_sequences} sequences, "
             f"{n_entries} document entries) make {expected_bytes}",
-            "the file is cut short or damaged; copy or prepare it again",
+            "the file is cut short, damaged or multimodal; copy or prepare it again, for text only",
         )
     return np.dtype(DTYPE_CODES[code]), n_sequences, n_entries
 

@@ -267,9 +267,7 @@ def read_json(path: Path) -> dict[str, Any]:
         DataError: it cannot be read, or is none.
     """
     try:
-        content = parse_json(read_file(path))
-    except OSError as error:
-        raise DataError(f"{path}: {error.strerror}", "fetch or save it again") from error
+        content = parse_json(_read_text(path))
     except ValueError as error:
         raise DataError(f"{path} is not valid JSON: {error}", "fetch or save it again") from error
     if not isinstance(content, dict):
@@ -403,7 +401,7 @@ def _from_pair(folder: Path, names: tuple[str, str]) -> Vocabulary:
         if not (folder / name).is_file():
             raise DataError(f"the tokenizer folder {folder} has no {name}", _HINT)
     vocabulary, merges = (folder / name for name in names)
-    return build_vocabulary(vocabulary, read_json(vocabulary), _read_merges(merges))
+    return build_vocabulary(vocabulary, read_json(vocabulary), _parse_merges(_read_text(merges)))
 
 
 def holds_tokenizer(folder: Path) -> bool:
@@ -443,12 +441,10 @@ def build_vocabulary(
     Raises:
         DataError: an id of two tokens, an unknown token in a merge, or no end of document.
     """
-    if not all(isinstance(token_id, int) for token_id in ids.values()):
-        raise DataError(f"{path} is malformed: an id is not a whole number", "save it again")
-    token_of = {token_id: token for token, token_id in ids.items()}
+    token_of = {token_id: token for token, token_id in ids.items() if isinstance(token_id, int)}
     least, most = min(token_of, default=0), max(token_of, default=0)
     if len(token_of) < len(ids) or least < 0 or most >= 2 * len(ids):
-        hint = "ids count from 0, each has one token at most, and most have one"
+        hint = "ids are whole numbers from 0, each has one token at most, and most have one"
         raise DataError(f"{path}: {len(ids)} tokens have the ids {least} to {most}", hint)
     tokens = [token_of.get(token_id, "") for token_id in range(most + 1)]
     missing = [byte for byte, symbol in enumerate(byte_symbols()) if symbol not in ids]
@@ -507,12 +503,11 @@ def _check_merges(path: Path, ids: dict[str, int], merges: list[Any]) -> None:
             )
 
 
-def _read_merges(path: Path) -> list[tuple[str, ...]]:
+def _read_text(path: Path) -> str:
     try:
-        text = read_file(path).decode()
+        return read_file(path).decode()
     except (OSError, UnicodeDecodeError) as error:
         raise DataError(f"{path} cannot be read: {error}", "fetch or save it again") from error
-    return _parse_merges(text)
 
 
 def _parse_merges(text: str) -> list[tuple[str, ...]]:

@@ -25,7 +25,6 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
@@ -35,17 +34,9 @@ from trainyard.config.run import Optimizer
 from trainyard.model.dropout import INCREMENT, mix
 from trainyard.parallel.model import LocalParameter
 from trainyard.parallel.placement import Placement, local_part
-from trainyard.precision.block_scaled import (
-    BlockScaledTensor,
-    decode,
-    encode,
-    noise,
-    torch_dtype,
-)
+from trainyard.precision.block_scaled import BlockScaledTensor, decode, encode, noise, torch_dtype
 from trainyard.precision.float8 import FIRST_CAPABILITY
 
-# Uses of noise.
-_MASTER, _FIRST, _SECOND = 1, 2, 3
 _BITS = {1: torch.uint8, 2: torch.int16}
 
 
@@ -122,34 +113,28 @@ class AdamW:
             self.moments[parameter] = {name: torch.zeros_like(values) for name in MOMENTS}
 
 
-@dataclass(frozen=True)
 class Matrix:
-    """A matrix of a block, or this rank's shard, with its state."""
+    """A matrix of a block, or this rank's shard, with its state before the first update.
 
-    local: LocalParameter
-    place: Placement
-    key: Tensor
-    """Key of its noise, int64."""
-    states: dict[str, BlockScaledTensor]
-    """Master weight and both moments."""
+    Attributes:
+        local: the parameter.
+        place: its position in the whole matrix.
+        key: of its noise, int64.
+        states: master weight and both moments.
+    """
 
-    @classmethod
-    def of(cls, local: LocalParameter, place: Placement, seed: int) -> Matrix:
-        """Makes the state before the first update."""
+    def __init__(self, local: LocalParameter, place: Placement, seed: int) -> None:
         weight = local_part(local.parameter)
-        dtypes = {name: torch_dtype(dtype) for name, dtype in local.stored.states.items()}
         digest = hashlib.sha256(f"rounding {seed} {local.name}".encode()).digest()
         number = int.from_bytes(digest[:8], "little", signed=True)
-        return cls(
-            local,
-            place,
-            torch.tensor(number, device=weight.device),
-            {MASTER: BlockScaledTensor.of(weight, dtypes[MASTER])}
-            | {
-                name: BlockScaledTensor.zeros(weight.shape, dtypes[name], weight.device)
-                for name in MOMENTS
-            },
-        )
+        self.local, self.place = local, place
+        self.key = torch.tensor(number, device=weight.device)
+        dtypes = {name: torch_dtype(local.stored.states[name]) for name in (MASTER, *MOMENTS)}
+        self.states = {
+            name: BlockScaledTensor.zeros(weight.shape, dtype, weight.device)
+            for name, dtype in dtypes.items()
+        }
+        self.states[MASTER].copy_(weight)
 
     def numbers(self, here: slice) -> Tensor:
         """Numbers blocks of 32 values as in the whole matrix, (n, 1), int64."""
@@ -184,7 +169,7 @@ class LowPrecisionAdamW:
             if MASTER not in local.stored.states:
                 precise.append(local.parameter)
             elif local.parameter.ndim > 1:
-                self.matrices[local.name] = Matrix.of(local, place, seed)
+                self.matrices[local.name] = Matrix(local, place, seed)
             else:
                 master = nn.Parameter(local_part(local.parameter).float())
                 self.vectors[local.name] = (local, master)
@@ -293,13 +278,11 @@ def _update(
     second = beta2 * second + (1 - beta2) * gradient * gradient
     moved = (first / correction1) / ((second / correction2).sqrt() + epsilon)
     master = master - rate * (moved + decay * master)
+    # The purpose of each noise is its number.
+    rounded = zip((1, 2, 3), (master, first, second), state[0:6:2], strict=True)
     new = [
         tensor
-        for values, old, purpose in (
-            (master, state[0], _MASTER),
-            (first, state[2], _FIRST),
-            (second, state[4], _SECOND),
-        )
+        for purpose, values, old in rounded
         for tensor in encode(values, old.dtype, noise(mix(key + purpose), numbers))
     ]
     working = decode(new[0], new[1]).to(weight.dtype)

@@ -81,34 +81,24 @@ def _size(rows: int, columns: int) -> float:
     return ADAMW_SIZE * math.sqrt(max(rows, columns))
 
 
-@dataclass(frozen=True)
 class _Exchange:
     """How the ranks of a stage take matrices of one shape apart, and put them together.
 
     A row of a matrix consists of equal segments, one for each tensor rank that shards its columns.
+
+    Args:
+        mesh: of this rank.
+        shape: of the whole matrix.
+        dimension: that tensor ranks shard.
+        sharded: whether data ranks shard it (ZeRO 1 to 3).
+
+    Attributes:
+        sent: values that each rank sends to the one that computes.
+        held: values that each rank gets back: those of its part.
+        first: index, in this rank's part, of the first value that it sends.
     """
 
-    sent: list[int]
-    """Values that each rank sends to the one that computes."""
-    held: list[int]
-    """Values that each rank gets back: those of its part."""
-    first: int
-    """Index, in this rank's part, of the first value that it sends."""
-    order: Tensor
-    """Position of each segment of the matrix among those sent, rank by rank."""
-    parts: Tensor
-    """The segments of all parts, rank by rank."""
-
-    @classmethod
-    def of(cls, mesh: Mesh, shape: Shape, dimension: int | None, *, sharded: bool) -> _Exchange:
-        """Derives it from the layout.
-
-        Args:
-            mesh: of this rank.
-            shape: of the whole matrix.
-            dimension: that tensor ranks shard.
-            sharded: whether data ranks shard it (ZeRO 1 to 3).
-        """
+    def __init__(self, mesh: Mesh, shape: Shape, dimension: int | None, *, sharded: bool) -> None:
         topology = mesh.topology
         n_shards = topology.shard * topology.context
         held, sent = [], []
@@ -121,25 +111,24 @@ class _Exchange:
             held.append(part.cut(0, shard, n_shards) if sharded else part)
             n_copies = topology.replicate if sharded else n_shards
             sent.append(held[-1].cut(0, at.replicate if sharded else shard, n_copies))
+        self.sent, self.held = ([math.prod(p.local_shape) for p in ps] for ps in (sent, held))
         rank = mesh.rank % len(held)
+        self.first = (sent[rank].offsets[0] - held[rank].offsets[0]) * held[rank].local_shape[1]
+        # The position of each segment of the matrix among those sent, and the segments of all
+        # parts; both rank by rank.
         order = [segment for part in sent for segment in _segments(part)]
         numbers = sorted(range(len(order)), key=order.__getitem__)
         parts = [segment for part in held for segment in _segments(part)]
-        return cls(
-            [math.prod(part.local_shape) for part in sent],
-            [math.prod(part.local_shape) for part in held],
-            (sent[rank].offsets[0] - held[rank].offsets[0]) * held[rank].local_shape[1],
-            torch.tensor(numbers, device=mesh.device),
-            torch.tensor(parts, device=mesh.device),
-        )
+        self._order = torch.tensor(numbers, device=mesh.device)
+        self._parts = torch.tensor(parts, device=mesh.device)
 
     def put_together(self, received: Tensor, shape: Shape) -> Tensor:
         """Returns the whole matrix from what all ranks have sent, rank by rank."""
-        return received.view(len(self.order), -1)[self.order].view(shape)
+        return received.view(len(self._order), -1)[self._order].view(shape)
 
     def take_apart(self, matrix: Tensor) -> Tensor:
         """Returns the parts of all ranks, rank by rank."""
-        return matrix.reshape(len(self.order), -1)[self.parts].flatten()
+        return matrix.reshape(len(self._order), -1)[self._parts].flatten()
 
 
 def _segments(part: Placement) -> list[int]:
@@ -188,7 +177,7 @@ class Muon:
                 kind = layer.weight, local.dimension
                 if kind not in exchanges:
                     sharded = run.parallel.shards_state
-                    exchanges[kind] = _Exchange.of(mesh, *kind, sharded=sharded)
+                    exchanges[kind] = _Exchange(mesh, *kind, sharded=sharded)
                 momentum = torch.zeros_like(local_part(local.parameter))
                 self.matrices[local.name] = _Matrix(local, layer, momentum, exchanges[kind])
         matrices = list(self.matrices.values())
