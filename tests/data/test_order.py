@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import tempfile
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from trainyard.data import order as subject
 from trainyard.data.index_cache import IndexCache
@@ -157,6 +160,14 @@ def test_a_second_start_reads_the_first_ones_arrays(
     assert everything(build_order(*arguments[:-1])) == first
 
 
+def test_replaced_data_gets_a_new_order(tmp_path: Path, corpora: tuple[str, str]) -> None:
+    arguments = (Blend(prefixes=corpora), "8,1,1", (90, 10, 5), CUT)
+    build_order(*arguments, IndexCache(tmp_path / "cache"))
+    write_corpus(Path(corpora[0]), [10, 30] * 15)  # the same size, other documents
+    cached = everything(build_order(*arguments, IndexCache(tmp_path / "cache")))
+    assert cached == everything(build_order(*arguments))
+
+
 def _flipped(content: bytes, bit: int) -> bytes:
     return content[: bit // 8] + bytes([content[bit // 8] ^ 1 << bit % 8]) + content[bit // 8 + 1 :]
 
@@ -283,3 +294,41 @@ def test_a_corpus_drawn_too_often_is_refused(tmp_path: Path) -> None:
     with pytest.raises(DataError, match=problem) as caught:
         build_order(*arguments)
     assert "request more than 2: too few for 11 corpora" in caught.value.hint
+
+
+def follow_the_rule(weights: np.ndarray, size: int) -> tuple[list[int], list[int]]:
+    """One draw after another in Python's floats, which are C's doubles."""
+    counts = [0] * len(weights)
+    corpus, position = [], []
+    for draw in range(size):
+        best, largest = -1, -math.inf
+        for number, weight in enumerate(weights.tolist()):
+            lag = weight * float(max(draw, 1)) - counts[number]
+            if lag > largest:
+                best, largest = number, lag
+        corpus.append(best)
+        position.append(counts[best])
+        counts[best] += 1
+    return corpus, position
+
+
+def check(weights: np.ndarray, size: int) -> None:
+    corpus, position = subject.build_blend_index(weights, size)
+    expected_corpus, expected_position = follow_the_rule(weights, size)
+    assert (corpus.dtype, position.dtype) == (np.int16, np.int64)
+    assert corpus.tolist() == expected_corpus
+    assert position.tolist() == expected_position
+
+
+positive = st.one_of(st.floats(1e-6, 1e6), st.integers(1, 9).map(float))
+
+
+@given(weights=st.lists(positive, min_size=1, max_size=12), size=st.integers(1, 5000))
+@settings(max_examples=20)
+def test_any_weights(weights: list[float], size: int) -> None:
+    check(np.array(weights) / np.sum(weights), size)
+
+
+@pytest.mark.parametrize("weights", [(0.35, 0.65), (0.5, 0.5), (1 / 3, 2 / 3), (0.1, 0.7, 0.2)])
+def test_rounding_decides_ties_as_it_does_one_by_one(weights: tuple[float, ...]) -> None:
+    check(np.array(weights), 60_000)
