@@ -29,7 +29,7 @@ from typing import Any, BinaryIO
 
 import msgspec
 
-from trainyard.errors import SPACE, MachineError, UserError
+from trainyard.errors import SPACE, MachineError, UserError, explain_failure
 
 FILE_LIMIT_BYTES = 2**30
 SETTINGS_LIMIT_BYTES = 16 * 2**20
@@ -99,14 +99,12 @@ def replacing(path: Path, hint: str, mark: str = "") -> Iterator[BinaryIO]:
     """
     partial = path.with_name(f"{path.name}{mark}.partial")
     try:
-        with partial.open("wb") as file:
-            yield file
-            file.flush()
-            os.fsync(file.fileno())
-        partial.replace(path)
-    except OSError as error:
-        problem = f"{path} cannot be written: {error.strerror}"
-        raise MachineError(problem, f"{SPACE}, or {hint}") from error
+        with explain_failure(f"{path} cannot be written", f"{SPACE}, or {hint}"):
+            with partial.open("wb") as file:
+                yield file
+                file.flush()
+                os.fsync(file.fileno())
+            partial.replace(path)
     finally:
         with suppress(OSError):  # a read-only file system refuses this even for a missing file
             partial.unlink()

@@ -142,17 +142,17 @@ def _write_with(folder: Path, family: str, files: dict[str, Any]) -> None:
 @pytest.mark.parametrize(
     ("family", "files", "problem"),
     [
-        ("llama3", {}, "has no token <|endoftext|>, and no file beside it names an eos_token"),
+        ("llama3", {}, "one token must end a document; named are: none"),
         (
             "qwen3",
             {CONFIG: {"eos_token": "<|im_end|>"}, GENERATION: {"eos_token_id": [2, 0]}},
-            "several tokens may end a document: <|im_end|> in tokenizer_config.json, "
+            "one token must end a document; named are: <|im_end|> in tokenizer_config.json, "
             "generation_config.json; <|endoftext|> in generation_config.json, tokenizer.json",
         ),
         (
             "llama3",
             {MAP: {"eos_token": "</s>"}},
-            "</s>, the end of a document in special_tokens_map",
+            "has no token </s>, the end of a document",
         ),
         ("llama3", {GENERATION: {"eos_token_id": 9999}}, "has no token id "),
         ("llama3", {CONFIG: {"eos_token": {"id": 1}}}, "has no token None"),

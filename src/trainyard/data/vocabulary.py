@@ -44,7 +44,8 @@ from trainyard.files import parse_json, publish_text, read_file
 
 GPT2 = "gpt2"
 """The name of the included GPT-2 tokenizer."""
-_PAIRS = (("vocab.json", "merges.txt"), ("gpt2-vocab.json", "gpt2-merges.txt"))
+_PAIR = ("vocab.json", "merges.txt")
+_LAYOUTS = (("tokenizer.json",), _PAIR, ("gpt2-vocab.json", "gpt2-merges.txt"))
 _HINT = (
     "name a folder with vocab.json and merges.txt (or gpt2-vocab.json and gpt2-merges.txt), or one "
     "with a tokenizer.json; "
@@ -227,26 +228,15 @@ def _find_end(path: Path, content: dict[str, Any], ids: dict[str, int]) -> str:
             named.setdefault(token, []).append(name)
     if END_OF_DOCUMENT in ids:
         named.setdefault(END_OF_DOCUMENT, []).append(path.name)
-    hint = "the eos_token of the base model, such as <|end_of_text|> of Llama 3"
-    if not named:
-        raise DataError(
-            f"{path} has no token {END_OF_DOCUMENT}, and no file beside it names an eos_token",
-            f"add a tokenizer_config.json beside it, with {hint}",
-        )
-    if len(named) > 1:
+    if len(named) != 1:
         choices = "; ".join(f"{token} in {', '.join(names)}" for token, names in named.items())
         raise DataError(
-            f"{path}: several tokens may end a document: {choices}",
+            f"{path}: one token must end a document; named are: {choices or 'none'}",
             "take the files of the base model, not of a chat model; or copy tokenizer.json to a "
-            f"folder with only a tokenizer_config.json beside it, with {hint}",
+            "folder with only a tokenizer_config.json beside it, with the eos_token of the base "
+            "model, such as <|end_of_text|> of Llama 3",
         )
-    ((end, names),) = named.items()
-    if end not in ids:
-        raise DataError(
-            f"{path} has no token {end}, the end of a document in {', '.join(names)}",
-            "take all files from the same tokenizer",
-        )
-    return end
+    return next(iter(named))
 
 
 def _ends_named_in(path: Path, ids: dict[str, int]) -> list[str]:
@@ -385,29 +375,25 @@ def load_vocabulary(source: str | Path) -> Vocabulary:
     if source == GPT2:
         return _load_gpt2()
     path = Path(source)
-    if path.is_file():
-        named = [pair for pair in _PAIRS if path.name in pair]
-        return _from_pair(path.parent, named[0]) if named else read_tokenizer_json(path)
-    if not path.is_dir():
+    if not path.exists():
         raise DataError(f"the tokenizer {source} does not exist", _HINT)
-    if (path / "tokenizer.json").is_file():
-        return read_tokenizer_json(path / "tokenizer.json")
-    pairs = [pair for pair in _PAIRS if any((path / name).is_file() for name in pair)]
-    return _from_pair(path, pairs[0] if pairs else _PAIRS[0])
-
-
-def _from_pair(folder: Path, names: tuple[str, str]) -> Vocabulary:
+    if path.is_file():
+        folder, names = path.parent, next((n for n in _LAYOUTS if path.name in n), (path.name,))
+    else:
+        folder, present = path, {entry.name for entry in path.iterdir()}
+        names = next((names for names in _LAYOUTS if not present.isdisjoint(names)), _PAIR)
     for name in names:
         if not (folder / name).is_file():
             raise DataError(f"the tokenizer folder {folder} has no {name}", _HINT)
-    vocabulary, merges = (folder / name for name in names)
-    return build_vocabulary(vocabulary, read_json(vocabulary), _parse_merges(_read_text(merges)))
+    first, *merges = (folder / name for name in names)
+    if not merges:
+        return read_tokenizer_json(first)
+    return build_vocabulary(first, read_json(first), _parse_merges(_read_text(merges[0])))
 
 
 def holds_tokenizer(folder: Path) -> bool:
     """Returns whether a folder has the files of a tokenizer, in either layout."""
-    layouts = (("tokenizer.json",), *_PAIRS)
-    return any(all((folder / name).is_file() for name in names) for names in layouts)
+    return any(all((folder / name).is_file() for name in names) for names in _LAYOUTS)
 
 
 def _load_gpt2() -> Vocabulary:
@@ -457,8 +443,8 @@ def build_vocabulary(
     end = rules.get("end_of_document", END_OF_DOCUMENT)
     if end not in ids:
         raise DataError(
-            f"{path} has no token {end}",
-            "it marks the end of a document; add it to the vocabulary as the last id",
+            f"{path} has no token {end}, the end of a document",
+            "take all files from the same tokenizer, or add it to the vocabulary as the last id",
         )
     special = {**rules.get("special_tokens", {}), end: ids[end]}
     added = {token: i for token, i in rules.get("added_tokens", {}).items() if token != end}
