@@ -71,7 +71,7 @@ PROBLEMS = [
     (kinds("deduplicate", "quality"), f"steps: quality comes after deduplicate; {COMPARE_LAST}"),
     (
         kinds("normalize", "near_deduplicate", "deduplicate", "length", "quality"),
-        f"steps: length comes after near_deduplicate; {COMPARE_LAST}",
+        f"steps: length comes after deduplicate; {COMPARE_LAST}",
     ),
     (kinds("deduplicate", "deduplicate"), "steps: deduplicate is listed more than once"),
 ]

@@ -13,11 +13,11 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-import torch
-
+from trainyard.architecture import padded_vocabulary_size
 from trainyard.checkpoint.format import Facts
 from trainyard.checkpoint.save import save_checkpoint
 from trainyard.config.load import load_run
+from trainyard.config.run import Run
 from trainyard.export.huggingface import export_huggingface
 from trainyard.model.gpt import GPT, initialize
 
@@ -44,14 +44,22 @@ SETTINGS = [
 def save_model(run_folder: Path, *overrides: str) -> Path:
     """Saves weights from a seed: near copies of the token before are the likeliest next ones."""
     run = load_run("tiny", [*SETTINGS, *overrides]).run
-    model = GPT(run.model, 50304)
-    initialize(model, seed=5)
-    with torch.no_grad():
-        model.get_parameter("embedding.weight").mul_(4)
-    facts = Facts(step=3, consumed_sequences=0, consumed_tokens=0, run=run.model_dump(mode="json"))
-    tensors = {f"model.{name}": value.detach() for name, value in model.named_parameters()}
-    run_folder.mkdir(parents=True, exist_ok=True)
-    return save_checkpoint(run_folder / "checkpoints", facts, tensors)
+    return save_random(run, run_folder, step=3, seed=5, scales={"embedding.weight": 4.0})
+
+
+def save_random(run: Run, folder: Path, step: int, seed: int, scales: dict[str, float]) -> Path:
+    """Saves the initial weights of a seed as a checkpoint, some of them scaled; "" is for all."""
+    model = GPT(run.model, padded_vocabulary_size(run.model))
+    initialize(model, seed)
+    tensors = {
+        f"model.{name}": value.detach() * scales.get(name, scales.get("", 1.0))
+        for name, value in model.named_parameters()
+    }
+    facts = Facts(
+        step=step, consumed_sequences=0, consumed_tokens=0, run=run.model_dump(mode="json")
+    )
+    folder.mkdir(parents=True, exist_ok=True)
+    return save_checkpoint(folder / "checkpoints", facts, tensors)
 
 
 def measure(checkpoint: Path, folder: Path) -> dict[str, dict[str, Any]]:

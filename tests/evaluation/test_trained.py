@@ -8,10 +8,9 @@ import numpy as np
 import pytest
 import torch
 import typer
+from tests.evaluation.lm_eval_scores import save_random
 from typer.testing import CliRunner, Result
 
-from trainyard.checkpoint.format import Facts
-from trainyard.checkpoint.save import save_checkpoint
 from trainyard.cli.evaluate import evaluate
 from trainyard.cli.generate import generate, stream_text
 from trainyard.config.load import load_run
@@ -24,7 +23,6 @@ from trainyard.evaluation import trained as subject
 from trainyard.evaluation.loss import count_bytes, unigram_loss
 from trainyard.evaluation.trained import count_training_tokens, read_documents, read_trained_run
 from trainyard.layout.resolve import resolve
-from trainyard.model.gpt import GPT, initialize
 
 TEXT = "It was a dark and stormy night, and the café 漢 was closed; it was late. " * 3
 
@@ -60,13 +58,7 @@ def save_untrained(folder: Path, *overrides: str, scale: float = 1.0) -> None:
     small += ["data.split='80,0,20'", "evaluate.batches=1"]
     cache = f"data.cache_folder='{folder.parent / 'cache'}'"
     run = load_run("tiny", [*small, cache, *overrides]).run
-    model = GPT(run.model, 320)
-    initialize(model, seed=1)
-    counts = {"step": 7, "consumed_sequences": 56, "consumed_tokens": 3584}
-    facts = Facts(**counts, run=run.model_dump(mode="json"))
-    tensors = {f"model.{name}": scale * value.detach() for name, value in model.named_parameters()}
-    folder.mkdir(parents=True, exist_ok=True)
-    save_checkpoint(folder / "checkpoints", facts, tensors)
+    save_random(run, folder, step=7, seed=1, scales={"": scale})
 
 
 def call(verb: object, *arguments: str) -> Result:

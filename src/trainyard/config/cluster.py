@@ -309,16 +309,13 @@ def suggest(name: str, known: list[str]) -> str:
     """Suggests the known names closest to a wrong one, or lists all."""
     name = Path(name).stem.lower()
     words, numbers = set(re.findall(r"\w+", name)), re.findall(r"\d{2,}", name)
-    longer = [each for each in known if each.startswith(name)]
-    shared = {each: len(words & set(each.split("-"))) for each in known}
-    most = max(1, *shared.values())
-    longer = longer or [each for each in known if shared[each] == most]
+    shared = {each: (each.startswith(name), len(words & {*each.split("-")})) for each in known}
+    best = max(shared.values())
+    close = [each for each in known if any(best) and shared[each] == best]
     # "4090-24g" looks like "v100-32g", but a different number is a different device.
     alike = [each for each in known if re.findall(r"\d{2,}", each)[:1] == numbers[:1]]
-    close = longer or difflib.get_close_matches(name, alike, n=1)
-    if close:
-        return f"did you mean {' or '.join(close)}?"
-    return f"known: {', '.join(known)}"
+    close = close or difflib.get_close_matches(name, alike, n=1)
+    return f"did you mean {' or '.join(close)}?" if close else f"known: {', '.join(known)}"
 
 
 def _read(name: str, folder: Path) -> tuple[str, str]:

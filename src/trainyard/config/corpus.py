@@ -21,6 +21,7 @@ documents, so the whole corpus must have passed the other steps.
 from __future__ import annotations
 
 import re
+from itertools import pairwise
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
@@ -145,7 +146,8 @@ class NearDeduplicate(Section):
 
 
 DocumentStep = Keep | Normalize | LengthLimits | Quality
-Step = Annotated[DocumentStep | Deduplicate | NearDeduplicate, Field(discriminator="kind")]
+ComparingStep = Deduplicate | NearDeduplicate
+Step = Annotated[DocumentStep | ComparingStep, Field(discriminator="kind")]
 
 
 class Corpus(Section):
@@ -183,28 +185,24 @@ class Corpus(Section):
 
     @model_validator(mode="after")
     def _comparing_steps_come_last(self) -> Self:
-        kinds = [step.kind for step in self.steps]
-        compares = [isinstance(step, Deduplicate | NearDeduplicate) for step in self.steps]
-        if compares != sorted(compares):
-            late = kinds[compares.index(True) + compares[compares.index(True) :].index(False)]
-            raise ValueError(
-                f"steps: {late} comes after {kinds[compares.index(True)]}; deduplication "
-                "must come last"
-            )
-        for kind in ("deduplicate", "near_deduplicate"):
-            if kinds.count(kind) > 1:
-                raise ValueError(f"steps: {kind} is listed more than once")
+        for first, second in pairwise(self.steps):
+            if isinstance(first, ComparingStep) and not isinstance(second, ComparingStep):
+                order = f"{second.kind} comes after {first.kind}"
+                raise ValueError(f"steps: {order}; deduplication must come last")
+        kinds = [step.kind for step in self.comparing_steps]
+        if repeated := [kind for kind in kinds if kinds.count(kind) > 1]:
+            raise ValueError(f"steps: {repeated[0]} is listed more than once")
         return self
 
     @property
     def document_steps(self) -> tuple[DocumentStep, ...]:
         """The steps that process one document at a time."""
-        return tuple(s for s in self.steps if not isinstance(s, Deduplicate | NearDeduplicate))
+        return tuple(step for step in self.steps if not isinstance(step, ComparingStep))
 
     @property
-    def comparing_steps(self) -> tuple[Deduplicate | NearDeduplicate, ...]:
+    def comparing_steps(self) -> tuple[ComparingStep, ...]:
         """The steps that compare each document with earlier ones."""
-        return tuple(s for s in self.steps if isinstance(s, Deduplicate | NearDeduplicate))
+        return tuple(step for step in self.steps if isinstance(step, ComparingStep))
 
     @property
     def metadata_fields(self) -> tuple[str, ...]:

@@ -18,7 +18,7 @@ arrays equal Megatron-LM's bit for bit; it calls `sequence_index` sample_index.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -73,6 +73,7 @@ def plan_corpus(epoch_tokens: int, asked: int | None, settings: SequenceSettings
     return EpochPlan(epoch_tokens, n_epochs, apart, n_sequences, n_before_last)
 
 
+@dataclass(frozen=True, eq=False)
 class CorpusOrder:
     """The sequences of one split of one corpus; opens the arrays of `build_corpus_order`.
 
@@ -82,17 +83,12 @@ class CorpusOrder:
         shuffle_index: which entry of `sequence_index` the i-th sequence is.
     """
 
-    def __init__(
-        self,
-        dataset: IndexedDataset,
-        settings: SequenceSettings,
-        plan: EpochPlan,
-        arrays: Sequence[Array],
-    ) -> None:
-        self.dataset = dataset
-        self.settings = settings
-        self.plan = plan
-        self.document_index, self.sequence_index, self.shuffle_index = arrays
+    dataset: IndexedDataset
+    settings: SequenceSettings
+    plan: EpochPlan
+    document_index: Array
+    sequence_index: Array
+    shuffle_index: Array
 
     def __len__(self) -> int:
         """Counts the sequences."""
@@ -174,7 +170,7 @@ def build_corpus_order(
     arrays = cache.load_or_build(
         key, stored, lambda: _build_arrays(lengths, documents.start, plan, settings)
     )
-    return CorpusOrder(dataset, settings, plan, arrays)
+    return CorpusOrder(dataset, settings, plan, *arrays)
 
 
 def _build_arrays(

@@ -23,7 +23,7 @@ import os
 import secrets
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import accumulate, pairwise
 from pathlib import Path
 from typing import IO, Any
@@ -85,6 +85,7 @@ class Unread:
     blocks: list[FileBlock]
 
 
+@dataclass(eq=False)
 class IndexCache:
     """Arrays by name in a folder, memory-mapped.
 
@@ -98,10 +99,9 @@ class IndexCache:
             saved, by name, and its checksum in hexadecimal.
     """
 
-    def __init__(self, folder: Path, *, checks: bool = True) -> None:
-        self.folder = folder
-        self.checks = checks
-        self.loaded: dict[str, tuple[list[int], str]] = {}
+    folder: Path
+    checks: bool = field(default=True, kw_only=True)
+    loaded: dict[str, tuple[list[int], str]] = field(default_factory=dict, init=False)
 
     def key(self, **inputs: object) -> str:
         """Hashes what an array is computed from."""

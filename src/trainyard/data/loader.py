@@ -14,6 +14,7 @@ import logging
 import os
 from collections.abc import Collection, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -46,6 +47,7 @@ Batch = tuple["Tensor", "Tensor"]
 """Token ids and the ids that follow them, (sequences, T) each, int64."""
 
 
+@dataclass(eq=False)
 class Loader:
     """Reads the training batches, or an equal share of each.
 
@@ -57,20 +59,14 @@ class Loader:
         pin_memory: put batches where a GPU can fetch them by itself.
     """
 
-    def __init__(
-        self,
-        order: SequenceOrder,
-        batches: BatchSchedule,
-        vocabulary_size: int,
-        share: tuple[int, int] = (0, 1),
-        *,
-        pin_memory: bool = False,
-    ) -> None:
-        self.order = order
-        self._batches = batches
-        self._vocabulary_size = vocabulary_size
-        self._share = share
-        self._pin_memory = pin_memory
+    order: SequenceOrder
+    batches: BatchSchedule
+    vocabulary_size: int
+    share: tuple[int, int] = (0, 1)
+    pin_memory: bool = field(default=False, kw_only=True)
+
+    def __post_init__(self) -> None:
+        """Starts the thread that reads ahead."""
         self._reader = ThreadPoolExecutor(max_workers=1, thread_name_prefix="loader")
         self._ahead: tuple[tuple[int, int], Future[Batch]] | None = None
 
@@ -92,12 +88,12 @@ class Loader:
         return batch
 
     def _read(self, step: int, offset: int) -> Batch:
-        number, n_shards = self._share
-        count = self._batches.batch_size(step) // n_shards
-        first = self._batches.position(step) + offset + number * count
+        number, n_shards = self.share
+        count = self.batches.batch_size(step) // n_shards
+        first = self.batches.position(step) + offset + number * count
         sequences = self._sequences(first % len(self.order), count)
-        tokens, labels = split_labels(sequences, self._vocabulary_size)
-        return (tokens.pin_memory(), labels.pin_memory()) if self._pin_memory else (tokens, labels)
+        tokens, labels = split_labels(sequences, self.vocabulary_size)
+        return (tokens.pin_memory(), labels.pin_memory()) if self.pin_memory else (tokens, labels)
 
     def _sequences(self, first: int, count: int) -> NDArray[np.int64]:
         parts = []

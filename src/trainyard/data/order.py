@@ -21,6 +21,7 @@ import copy
 import logging
 import math
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any, Literal
 
@@ -55,6 +56,7 @@ _LANES = 4096
 _LANE_DRAWS = 1024
 
 
+@dataclass(frozen=True, eq=False)
 class SequenceOrder:
     """The sequences of one split, in the order they are trained on.
 
@@ -64,15 +66,9 @@ class SequenceOrder:
         dataset_sample_index: for each sequence, its number within that corpus.
     """
 
-    def __init__(
-        self,
-        corpora: Sequence[CorpusOrder],
-        dataset_index: NDArray[np.int16] | None = None,
-        dataset_sample_index: NDArray[np.int64] | None = None,
-    ) -> None:
-        self.corpora = tuple(corpora)
-        self.dataset_index = dataset_index
-        self.dataset_sample_index = dataset_sample_index
+    corpora: Sequence[CorpusOrder]
+    dataset_index: NDArray[np.int16] | None = None
+    dataset_sample_index: NDArray[np.int64] | None = None
 
     def __len__(self) -> int:
         """Counts the sequences."""
