@@ -20,7 +20,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from trainyard.config.run import Run
-from trainyard.export.from_megatron import CORE_BLOCK_PARTS
+from trainyard.export.from_megatron import name_tables
 from trainyard.model.gpt import GPT
 
 NAMES = {
@@ -29,7 +29,7 @@ NAMES = {
     "final_norm": "decoder.final_layernorm",
     "head.weight": "output_layer.weight",
     "blocks.": "decoder.layers.",
-    **{ours: theirs for theirs, ours in CORE_BLOCK_PARTS.items()},
+    **{ours: theirs for theirs, ours in name_tables()["block_of_core"].items()},
 }
 RECOMPUTE: dict[str, dict[str, Any]] = {
     "none": {},

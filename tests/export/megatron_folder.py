@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from tests.export.models import random_model
 from torch import Tensor
 
 V, T, D, L, H = 259, 48, 32, 4, 4
@@ -36,17 +37,8 @@ class Theirs:
     arguments: dict[str, Any] = field(default_factory=dict)
 
 
-def random_gpt2(**options):
-    import transformers
-
-    sizes = {"vocab_size": V, "n_positions": T, "n_embd": D, "n_layer": L, "n_head": H}
-    config = transformers.GPT2Config(**sizes | options)
-    torch.manual_seed(5)
-    model = transformers.GPT2LMHeadModel(config).eval()
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.add_(torch.randn_like(parameter) * 0.1)
-    return model
+def random_gpt2(**options: Any) -> Any:
+    return random_model("GPT2", **{"num_hidden_layers": L} | options)
 
 
 def query_key_value(fused: Tensor, theirs: Theirs, rank: int) -> Tensor:

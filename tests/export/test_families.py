@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from safetensors.torch import load_file, save_file
 from tests.data.families import ENDS, TEXTS, build_content, load_reference, write_folder
 from tests.e2e.test_layouts import losses, said, train
+from tests.export.models import random_model, require_equal_logits_of
 from tests.faults.small_run import write_tokens
 
 import trainyard
@@ -60,20 +61,21 @@ CASES: dict[str, dict[str, Any]] = {
 }
 
 
-def random_model(
-    folder: Path, case: str = "Llama", dtype: str = "float32", size: int = 259, **saving: Any
-) -> Any:
-    """Saves a small random model of transformers, every weight of which shows in its logits."""
-    name = case.split()[0].rstrip(",")
-    sizes = {"vocab_size": size, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}
-    sizes |= {"num_attention_heads": 4, "max_position_embeddings": 96}
-    config = getattr(transformers, f"{name}Config")(**sizes | CASES[case])
-    torch.manual_seed(5)
-    model = getattr(transformers, f"{name}ForCausalLM")(config).eval()
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.add_(torch.randn_like(parameter) * 0.1)
-    model.to(getattr(torch, dtype)).save_pretrained(folder, **saving)
+GPT2: dict[str, dict[str, Any]] = {
+    "GPT2": {"num_hidden_layers": 3},
+    "GPT2 untied": {"tie_word_embeddings": False},
+    "GPT2 narrow, another epsilon": {"n_inner": 80, "layer_norm_epsilon": 1e-3},
+    "GPT2 no dropout": dict.fromkeys(("embd_pdrop", "attn_pdrop", "resid_pdrop"), 0),
+    "GPT2 another spelling": {"activation_function": "gelu_pytorch_tanh"},
+}
+CASES |= GPT2
+
+
+def save_random(folder: Path, case: str = "Llama", dtype: str = "float32", **options: Any) -> Any:
+    """Saves a model of `CASES`; options named `max_shard_size` and `vocab_size` change that."""
+    shard = {key: options.pop(key) for key in ("max_shard_size",) if key in options}
+    model = random_model(case.split()[0].rstrip(","), **CASES[case] | options)
+    model.to(getattr(torch, dtype)).save_pretrained(folder, **shard)
     return model.float()
 
 
@@ -99,26 +101,23 @@ def model_in(run_folder: Path) -> Model:
 
 @pytest.mark.parametrize("case", CASES)
 def test_there_and_back_is_bitwise_with_equal_logits(tmp_path, case):
-    model = random_model(tmp_path / "theirs", case)
-    checkpoint = import_huggingface(tmp_path / "theirs", tmp_path / "mine")
+    model = save_random(tmp_path / "theirs", case)
+    checkpoint = import_huggingface(tmp_path / "theirs", tmp_path / "runs" / "mine")
+    assert checkpoint == tmp_path / "runs" / "mine" / "checkpoints" / "step-00000000"
     check_checkpoint(checkpoint)
-    ours, _, _ = build_model_from_checkpoint(checkpoint)
-    tokens = torch.randint(259, (2, 96), generator=torch.Generator().manual_seed(0))
-    with torch.no_grad():
-        expected = model(tokens).logits
-        found = ours.logits(ours(tokens))
-    assert expected.abs().max() > 0.5
-    assert (found - expected).abs().max() <= 1e-5 * expected.abs().max()
+    ours, _, manifest = build_model_from_checkpoint(checkpoint)
+    assert manifest.step == 0
+    require_equal_logits_of(model, ours, 2e-6 if case in GPT2 else 1e-5)
     export_huggingface(checkpoint, tmp_path / "back")
     require_same_tensors(tmp_path / "theirs", tmp_path / "back")
     assert require_equal_logits(checkpoint, tmp_path / "back", torch.float32) <= 1e-5
     import_huggingface(tmp_path / "back", tmp_path / "again")
-    assert model_in(tmp_path / "again") == model_in(tmp_path / "mine")
+    assert model_in(tmp_path / "again") == model_in(tmp_path / "runs" / "mine")
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 def test_half_precision_and_shards_are_read_and_written(tmp_path, dtype):
-    random_model(tmp_path / "theirs", dtype=dtype, max_shard_size="30KB")
+    save_random(tmp_path / "theirs", dtype=dtype, max_shard_size="30KB")
     assert len(list((tmp_path / "theirs").glob("model-*.safetensors"))) > 1
     checkpoint = import_huggingface(tmp_path / "theirs", tmp_path / "mine")
     export_huggingface(checkpoint, tmp_path / "back", getattr(torch, dtype), 20_000)
@@ -129,7 +128,7 @@ def test_half_precision_and_shards_are_read_and_written(tmp_path, dtype):
 
 def test_other_spellings_of_the_same_model_are_read(tmp_path):
     theirs = tmp_path / "theirs"
-    random_model(theirs, "Llama tied, llama3 scaling")
+    save_random(theirs, "Llama tied, llama3 scaling")
     import_huggingface(theirs, tmp_path / "mine")
     expected = model_in(tmp_path / "mine")
     assert (expected.rotary_base, expected.rotary_scaling.factor) == (500_000, 4)
@@ -146,73 +145,67 @@ def test_other_spellings_of_the_same_model_are_read(tmp_path):
         assert model_in(tmp_path / str(number)) == expected
 
 
-REFUSED: dict[str, tuple[Any, str]] = {
-    "architectures": (["MistralForCausalLM"], r"architectures=\['MistralForCausalLM'\] cannot be"),
-    "attention_bias": (True, "attention_bias: .*got True"),
-    "mlp_bias": (True, "mlp_bias: .*got True"),
-    "hidden_act": ("gelu", "hidden_act: .*got 'gelu'"),
-    "attention_dropout": (0.1, "attention_dropout: .*got 0.1"),
-    "quantization_config": ({"quant_method": "awq"}, "quantization_config: .*None"),
-    "rope_scaling": ({"type": "linear", "factor": 2.0}, "rope_scaling.rope_type: .*got 'linear'"),
-    "rope_parameters": ({"rope_type": "yarn"}, "rope_scaling.rope_type: .*got 'yarn'"),
-    "num_key_value_heads": (3, "n_heads=4 must be divisible by n_key_value_heads=3"),
-    "num_attention_heads": (5, "hidden_size must be divisible by num_attention_heads"),
-    "head_dim": (10**12, r"q_proj\.weight' in .* has shape \[32, 32\]; .* says \[40000000"),
-    "intermediate_size": (10**18, r"gate_proj\.weight' in .* has shape"),
-    "vocab_size": (10**18, r"embed_tokens\.weight' in .* has shape"),
-    "num_hidden_layers": (9999, "has 9999 layers, but there are 21 tensors"),
-    "tie_word_embeddings": (True, r"'lm_head\.weight' in .* is not the embedding"),
-}
+SLIDING = ["full_attention", "sliding_attention"]
+YARN = ROPE | {"rope_type": "yarn", "factor": 2.0}
+ABSENT = object()
+"""transformers then assumes a value that our models lack."""
+REFUSED: list[tuple[str, str, Any, str]] = [
+    ("Llama", "architectures", ["MistralForCausalLM"], r"\['MistralForCausalLM'\] cannot be"),
+    ("Llama", "attention_bias", True, "attention_bias: .*got True"),
+    ("Llama", "mlp_bias", True, "mlp_bias: .*got True"),
+    ("Llama", "hidden_act", "gelu", "hidden_act: .*got 'gelu'"),
+    ("Llama", "attention_dropout", 0.1, "attention_dropout: .*got 0.1"),
+    ("Llama", "quantization_config", {"quant_method": "awq"}, "quantization_config: .*None"),
+    ("Llama", "rope_scaling", {"type": "linear", "factor": 2.0}, "rope_type: .*got 'linear'"),
+    ("Llama", "rope_parameters", {"rope_type": "yarn"}, "rope_scaling.rope_type: .*got 'yarn'"),
+    ("Llama", "num_key_value_heads", 3, "n_heads=4 must be divisible by n_key_value_heads=3"),
+    ("Llama", "num_attention_heads", 5, "hidden_size must be divisible by num_attention_heads"),
+    ("Llama", "head_dim", 10**12, r"q_proj\.weight' in .* has shape \[32, 32\]; .* says \[4000"),
+    ("Llama", "intermediate_size", 10**18, r"gate_proj\.weight' in .* has shape"),
+    ("Llama", "vocab_size", 10**18, r"embed_tokens\.weight' in .* has shape"),
+    ("Llama", "num_hidden_layers", 9999, "has 9999 layers, but there are 21 tensors"),
+    ("Llama", "tie_word_embeddings", True, r"'lm_head\.weight' in .* is not the embedding"),
+    ("Qwen3", "use_sliding_window", True, "is not a Qwen3ForCausalLM .*: use_sliding_window"),
+    ("Qwen3", "layer_types", SLIDING, "is not a Qwen3ForCausalLM .*: layer_types"),
+    ("GPTNeoX", "use_parallel_residual", True, "use_parallel_residual: .*got True"),
+    ("GPTNeoX", "use_parallel_residual", ABSENT, "use_parallel_residual: .*got True"),
+    ("GPTNeoX", "hidden_act", "gelu", "hidden_act: .*got 'gelu'"),
+    ("GPTNeoX", "hidden_act", ABSENT, "hidden_act: .*got 'gelu'"),
+    ("GPTNeoX", "attention_bias", False, "attention_bias: .*got False"),
+    ("GPTNeoX", "hidden_dropout", 0.1, "attention_dropout=0.0 and hidden_dropout=0.1 differ"),
+    ("GPTNeoX", "rope_parameters", ROPE | {"partial_rotary_factor": 0.25}, "rotary_pct: .*0.25"),
+    ("GPTNeoX", "rope_parameters", {"rope_type": "default"}, "rotary_pct: .*got 0.25"),
+    ("GPTNeoX", "rope_parameters", ABSENT, "rotary_pct: .*got 0.25"),
+    ("GPTNeoX", "rope_parameters", YARN, "is not a GPTNeoXForCausalLM .*rope_scaling: "),
+    ("GPT2", "scale_attn_by_inverse_layer_idx", True, "_by_inverse_layer_idx: .*got True"),
+    ("GPT2", "reorder_and_upcast_attn", True, "reorder_and_upcast_attn: .*got True"),
+    ("GPT2", "scale_attn_weights", False, "scale_attn_weights: .*got False"),
+    ("GPT2", "is_causal", False, "is_causal: .*got False"),
+    ("GPT2", "add_cross_attention", True, "add_cross_attention: .*got True"),
+    ("GPT2", "activation_function", "relu", "activation_function: .*got 'relu'"),
+    ("GPT2", "model_type", "llama", "model_type: .*got 'llama'"),
+    ("GPT2", "n_head", 5, "d_model=32 must be divisible by n_heads=5"),
+    ("GPT2", "n_embd", "32; rm", "n_embd: .*valid integer"),
+    ("GPT2", "attn_pdrop", 0.2, "attn_pdrop=0.2 and resid_pdrop=0.1 differ"),
+    ("GPT2", "n_layer", 9999, "has 9999 layers, but there are 40 tensors"),
+    ("GPT2", "n_inner", 10**12, r"c_fc.weight' in .* has shape \[32, 128\]; .* says \[32, 10000"),
+    ("GPT2", "n_positions", 10**12, "transformer.wpe.weight' in .* has shape"),
+]
 
 
-@pytest.mark.parametrize("key", REFUSED)
-def test_what_our_model_does_not_compute_is_refused(tmp_path, key):
-    value, message = REFUSED[key]
-    random_model(tmp_path / "theirs")
-    set_keys(tmp_path / "theirs", **{key: value})
+@pytest.mark.parametrize(("case", "key", "value", "message"), REFUSED)
+def test_what_our_model_does_not_compute_is_refused(tmp_path, case, key, value, message):
+    save_random(tmp_path / "theirs", case)
+    path = tmp_path / "theirs" / "config.json"
+    config = json.loads(path.read_text()) | {key: value}
+    path.write_text(json.dumps({k: v for k, v in config.items() if v is not ABSENT}))
     with pytest.raises(CheckpointError, match=message):
         import_huggingface(tmp_path / "theirs", tmp_path / "mine")
-    assert not (tmp_path / "mine").exists()
-
-
-@pytest.mark.parametrize("key", ["use_sliding_window", "layer_types"])
-def test_a_sliding_window_is_refused(tmp_path, key):
-    random_model(tmp_path / "theirs", "Qwen3")
-    values = {"use_sliding_window": True, "layer_types": ["full_attention", "sliding_attention"]}
-    set_keys(tmp_path / "theirs", **{key: values[key]})
-    with pytest.raises(CheckpointError, match=f"is not a Qwen3ForCausalLM .*: {key}"):
-        import_huggingface(tmp_path / "theirs", tmp_path / "mine")
-
-
-@pytest.mark.parametrize(
-    ("key", "value", "problem"),
-    [
-        ("use_parallel_residual", True, "use_parallel_residual: .*got True"),
-        ("use_parallel_residual", None, "use_parallel_residual: .*got True"),
-        ("hidden_act", "gelu", "hidden_act: .*got 'gelu'"),
-        ("hidden_act", None, "hidden_act: .*got 'gelu'"),
-        ("attention_bias", False, "attention_bias: .*got False"),
-        ("hidden_dropout", 0.1, "attention_dropout=0.0 and hidden_dropout=0.1 differ"),
-        ("rope_parameters", ROPE | {"partial_rotary_factor": 0.25}, "rotary_pct: .*got 0.25"),
-        ("rope_parameters", {"rope_type": "default"}, "rotary_pct: .*got 0.25"),
-        ("rope_parameters", None, "rotary_pct: .*got 0.25"),
-        ("rope_parameters", ROPE | {"rope_type": "yarn", "factor": 2.0}, "rope_scaling: "),
-    ],
-)
-def test_a_gpt_neox_that_our_model_does_not_compute_is_refused(tmp_path, key, value, problem):
-    """A value of None removes the key: transformers then assumes one that our models lack."""
-    random_model(tmp_path / "theirs", "GPTNeoX")
-    config = json.loads((tmp_path / "theirs" / "config.json").read_text())
-    del config[key]
-    (tmp_path / "theirs" / "config.json").write_text(json.dumps(config))
-    if value is not None:
-        set_keys(tmp_path / "theirs", **{key: value})
-    with pytest.raises(CheckpointError, match=f"is not a GPTNeoXForCausalLM .*{problem}"):
-        import_huggingface(tmp_path / "theirs", tmp_path / "mine")
+    assert {path.name for path in tmp_path.iterdir()} == {"theirs"}
 
 
 def test_biases_among_the_weights_are_refused(tmp_path):
-    random_model(tmp_path / "theirs")
+    save_random(tmp_path / "theirs")
     bias = {"model.layers.0.self_attn.q_proj.bias": torch.zeros(32)}
     save_file(tensors(tmp_path / "theirs") | bias, tmp_path / "theirs" / "model.safetensors")
     with pytest.raises(CheckpointError, match=r"1 tensors that no LlamaForCausalLM has: model\.la"):
@@ -224,7 +217,7 @@ def test_biases_among_the_weights_are_refused(tmp_path):
     [("Llama", "llama3"), ("Qwen3", "qwen3"), ("Llama", "smollm2"), ("Olmo2", "olmo2")],
 )
 def test_the_tokenizer_comes_along_there_and_back(tmp_path, case, family):
-    random_model(tmp_path / "theirs", case, size=1000)
+    save_random(tmp_path / "theirs", case, vocab_size=1000)
     content = build_content(family)
     write_folder(tmp_path / "theirs", family, content)
     checkpoint = import_huggingface(tmp_path / "theirs", tmp_path / "mine")
@@ -262,7 +255,7 @@ def test_the_tokenizer_comes_along_there_and_back(tmp_path, case, family):
 def test_weights_are_imported_without_a_tokenizer_that_cannot_be_read(
     tmp_path, caplog, tokenizer_folder, name, change, problem
 ):
-    random_model(tmp_path / "theirs")
+    save_random(tmp_path / "theirs")
     (tmp_path / "theirs" / "tokenizer.json").write_text(json.dumps(change))
     import_huggingface(tmp_path / "theirs", tmp_path / "mine")
     assert "importing without the tokenizer: " in caplog.text
@@ -383,7 +376,7 @@ def test_training_goes_on_as_in_transformers(tmp_path, case):
     """Of a random model, then of the export of what it has become, with moments from zero."""
     tokens = write_tokens(tmp_path)
     folder = tmp_path / "theirs"
-    random_model(folder, case, size=512)
+    save_random(folder, case, vocab_size=512)
     for number in range(2):
         run = run_from(folder, tokens, tmp_path)
         trained = tmp_path / f"trained-{number}"

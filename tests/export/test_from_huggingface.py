@@ -9,36 +9,22 @@ import pytest
 import torch
 import typer
 from safetensors.torch import load_file, save_file
+from tests.export.models import random_model
 from typer.testing import CliRunner
 
-from trainyard.checkpoint.format import read_manifest
-from trainyard.checkpoint.load import build_model_from_checkpoint, load_tokenizer_copy
+from trainyard.checkpoint.load import build_model_from_checkpoint
 from trainyard.checkpoint.verify import check_checkpoint
 from trainyard.cli.import_ import import_
 from trainyard.config.load import load_run
-from trainyard.data.vocabulary import load_vocabulary
 from trainyard.errors import CheckpointError, ConfigError, DataError
 from trainyard.export.huggingface import export_huggingface, import_huggingface
 
 transformers = pytest.importorskip("transformers")
 
 
-def _random_gpt2(folder: Path, shard: str = "5GB", **options):
-    config = transformers.GPT2Config(
-        vocab_size=259, n_positions=48, n_embd=32, n_layer=3, n_head=4, **options
-    )
-    torch.manual_seed(5)
-    model = transformers.GPT2LMHeadModel(config).eval()
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.add_(torch.randn_like(parameter) * 0.1)
-    model.save_pretrained(folder, max_shard_size=shard)
-    return model
-
-
 @pytest.fixture
 def theirs(tmp_path) -> Path:
-    _random_gpt2(tmp_path / "theirs")
+    random_model("GPT2", num_hidden_layers=3).save_pretrained(tmp_path / "theirs")
     return tmp_path / "theirs"
 
 
@@ -48,45 +34,6 @@ def refused(theirs: Path, problem: str) -> str:
         import_huggingface(theirs, theirs.parent / "mine")
     assert {path.name for path in theirs.parent.iterdir()} == {"theirs"}
     return raised.value.hint
-
-
-VARIANTS = {
-    "as usual": {},
-    "untied": {"tie_word_embeddings": False},
-    "narrow": {"n_inner": 80},
-    "sharded": {"shard": "40KB"},
-    "no dropout": dict.fromkeys(("embd_pdrop", "attn_pdrop", "resid_pdrop"), 0),
-    "other epsilon": {"layer_norm_epsilon": 1e-3},
-    "other spelling": {"activation_function": "gelu_pytorch_tanh"},
-}
-
-
-@pytest.mark.parametrize("options", VARIANTS.values(), ids=VARIANTS)
-def test_there_and_back_is_bitwise_with_equal_logits(tmp_path, options):
-    model = _random_gpt2(tmp_path / "theirs", **options)
-    checkpoint = import_huggingface(tmp_path / "theirs", tmp_path / "runs" / "mine")
-    assert checkpoint == tmp_path / "runs" / "mine" / "checkpoints" / "step-00000000"
-    check_checkpoint(checkpoint)
-    ours, _, manifest = build_model_from_checkpoint(checkpoint)
-    assert manifest.step == 0
-    tokens = torch.randint(259, (2, 48), generator=torch.Generator().manual_seed(0))
-    with torch.no_grad():
-        expected = model(tokens).logits
-        found = ours.logits(ours(tokens))
-    assert (found - expected).abs().max() <= 2e-6 * expected.abs().max()
-    export_huggingface(checkpoint, tmp_path / "back")
-    before = _tensors(tmp_path / "theirs")
-    after = _tensors(tmp_path / "back")
-    assert before.keys() == after.keys()
-    assert all(torch.equal(before[name], after[name]) for name in before)
-
-
-def _tensors(folder: Path) -> dict[str, torch.Tensor]:
-    return {
-        name: tensor
-        for path in folder.glob("*.safetensors")
-        for name, tensor in load_file(path).items()
-    }
 
 
 def test_the_run_can_be_trained_on(theirs, tmp_path, tokenizer_folder):
@@ -117,12 +64,6 @@ def test_the_run_can_be_trained_on(theirs, tmp_path, tokenizer_folder):
     assert tokenizer("<|endoftext|>")["input_ids"] == [258]
 
 
-def test_a_tokenizer_may_lie_elsewhere(theirs, tmp_path, tokenizer_folder):
-    checkpoint = import_huggingface(theirs, tmp_path / "mine", str(tokenizer_folder))
-    copy = load_tokenizer_copy(checkpoint, read_manifest(checkpoint))
-    assert copy == load_vocabulary(tokenizer_folder)
-
-
 def test_a_tokenizer_of_another_model_is_refused(theirs, tmp_path):
     with pytest.raises(DataError, match="gpt2 has 50257 tokens, the model's vocabulary 259"):
         import_huggingface(theirs, tmp_path / "mine", "gpt2")
@@ -138,32 +79,6 @@ def test_old_names_masks_and_half_precision_are_read(theirs, tmp_path):
     save_file(old, theirs / "model.safetensors")
     model, _, _ = build_model_from_checkpoint(import_huggingface(theirs, tmp_path / "mine"))
     assert torch.equal(model.positions.weight, old["wpe.weight"].float())
-
-
-REFUSED_OPTIONS = {
-    "scale_attn_by_inverse_layer_idx": (True, "scale_attn_by_inverse_layer_idx: .*got True"),
-    "reorder_and_upcast_attn": (True, "reorder_and_upcast_attn: .*got True"),
-    "scale_attn_weights": (False, "scale_attn_weights: .*got False"),
-    "is_causal": (False, "is_causal: .*got False"),
-    "add_cross_attention": (True, "add_cross_attention: .*got True"),
-    "activation_function": ("relu", "activation_function: .*got 'relu'"),
-    "model_type": ("llama", "model_type: .*got 'llama'"),
-    "n_head": (5, "d_model=32 must be divisible by n_heads=5"),
-    "n_embd": ("32; rm", "n_embd: .*valid integer"),
-    "attn_pdrop": (0.2, "attn_pdrop=0.2 and resid_pdrop=0.1 differ"),
-    "n_layer": (9999, "has 9999 layers, but there are 40 tensors"),
-    "n_inner": (10**12, r"c_fc.weight' in .* has shape \[32, 128\]; its config.json says \[32, 1"),
-    "n_positions": (10**12, "transformer.wpe.weight' in .* has shape"),
-    "vocab_size": (10**12, "transformer.wte.weight' in .* has shape"),
-}
-
-
-@pytest.mark.parametrize("option", REFUSED_OPTIONS)
-def test_what_our_model_does_not_compute_is_refused(theirs, tmp_path, option):
-    value, message = REFUSED_OPTIONS[option]
-    config = json.loads((theirs / "config.json").read_text())
-    (theirs / "config.json").write_text(json.dumps({**config, option: value}))
-    refused(theirs, message)
 
 
 def test_pickles_are_refused_with_a_way_out(theirs, tmp_path):
@@ -186,19 +101,14 @@ def test_pickles_are_refused_with_a_way_out(theirs, tmp_path):
     "index, message",
     [
         ({"weight_map": {"a": "../theirs/model.safetensors"}}, "only files beside it can be read"),
-        ({"weight_map": {"a": "/etc/passwd"}}, "only files beside it can be read"),
         ({"weight_map": {"a": 7}}, "only files beside it can be read"),
         ({"weight_map": {"a": "a\0b"}}, "only files beside it can be read"),
-        ({"weight_map": {"a": "a\ud800"}}, "only files beside it can be read"),
         ({"weight_map": {"a": "\x1b[2J"}}, "only files beside it can be read"),
         ({"weight_map": {"a": ".."}}, "cannot be read"),
-        ({"weight_map": {"a": "."}}, "only files beside it can be read"),
-        ({"weight_map": {"a": ""}}, "cannot be read"),
         ({"weight_map": {"a": "a" * 300}}, "File name too long"),
         ({"weight_map": {"a": "gone.safetensors"}}, "gone.safetensors cannot be read"),
         ({"weight_map": [1]}, "is malformed"),
         ({}, "is malformed: KeyError"),
-        ([], "is malformed"),
     ],
 )
 def test_a_hostile_index_is_refused(theirs, tmp_path, index, message):

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 import typer
+from tests.export.models import require_equal_logits_of
 from typer.testing import CliRunner
 
 from trainyard.checkpoint.format import read_manifest
@@ -25,7 +26,6 @@ from .megatron_folder import (
     D,
     H,
     L,
-    T,
     Theirs,
     V,
     around_the_model,
@@ -75,11 +75,7 @@ def require_same(model, checkpoint: Path, dtype: torch.dtype = torch.float32) ->
                 column = kind * D + head * D // H
                 assert torch.equal(rows, fused[:, column : column + D // H].t())
     if dtype == torch.float32:
-        tokens = torch.randint(V, (2, T), generator=torch.Generator().manual_seed(0))
-        with torch.no_grad():
-            expected = model(tokens).logits
-            logits = ours.logits(ours(tokens))
-        assert (logits - expected).abs().max() <= 2e-6 * expected.abs().max()
+        require_equal_logits_of(model, ours, 2e-6)
 
 
 @pytest.mark.parametrize("version", [0, 1.0, 2.0, 3.0])

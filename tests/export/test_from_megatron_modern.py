@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from tests.export.models import random_model, require_equal_logits_of
 from torch import Tensor
 
 from trainyard.checkpoint.load import build_model_from_checkpoint
@@ -34,18 +35,11 @@ FAMILIES: dict[str, dict[str, Any]] = {
 }
 
 
-def random_model(family: str, **changes: Any) -> Any:
-    options = FAMILIES[family] | {"num_key_value_heads": G} | changes
-    config = getattr(transformers, f"{family}Config")(
-        vocab_size=V, hidden_size=D, intermediate_size=F, num_hidden_layers=L,
-        num_attention_heads=H, max_position_embeddings=T, **options,
-    )  # fmt: skip
-    torch.manual_seed(3)
-    model = getattr(transformers, f"{family}ForCausalLM")(config).eval()
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.add_(torch.randn_like(parameter) * 0.1)
-    return model
+SIZES = {"num_hidden_layers": L, "num_attention_heads": H, "max_position_embeddings": T}
+
+
+def random_theirs(family: str, **changes: Any) -> Any:
+    return random_model(family, **SIZES | FAMILIES[family] | {"num_key_value_heads": G} | changes)
 
 
 def linear_qkv(layer: Any, rank: int, n_ranks: int) -> Tensor:
@@ -170,7 +164,7 @@ CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
 @pytest.mark.parametrize("name", CASES)
 def test_it_computes_what_transformers_computes(tmp_path: Path, name: str) -> None:
     family, options, layout = CASES[name]
-    model = random_model(family, **options)
+    model = random_theirs(family, **options)
     save(tmp_path / "theirs", model, **layout)
     checkpoint = import_megatron(tmp_path / "theirs", tmp_path / "mine")
     check_checkpoint(checkpoint)
@@ -188,11 +182,7 @@ def test_it_computes_what_transformers_computes(tmp_path: Path, name: str) -> No
     assert found.attention_within_documents == ("documents" in name)
     scaling = found.rotary_scaling
     assert (scaling and scaling.factor) == (FACTOR if family == "Llama" else None)
-    tokens = torch.randint(V, (2, T), generator=torch.Generator().manual_seed(0))
-    with torch.no_grad():
-        expected, logits = model(tokens).logits, ours.logits(ours(tokens))
-    assert expected.abs().max() > 0.5
-    assert (logits - expected).abs().max() <= 1e-5 * expected.abs().max()
+    require_equal_logits_of(model, ours, 1e-5)
 
 
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
@@ -246,7 +236,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
 def test_what_ours_does_not_compute_is_refused(tmp_path: Path, name: str) -> None:
     changes, message = REFUSED[name]
     n_groups = H if name == "too many ranks" else G
-    save(tmp_path / "theirs", random_model("Llama", num_key_value_heads=n_groups), **changes)
+    save(tmp_path / "theirs", random_theirs("Llama", num_key_value_heads=n_groups), **changes)
     with pytest.raises(CheckpointError, match=message):
         import_megatron(tmp_path / "theirs", tmp_path / "mine")
     assert not (tmp_path / "mine").exists()
@@ -255,11 +245,11 @@ def test_what_ours_does_not_compute_is_refused(tmp_path: Path, name: str) -> Non
 def test_what_the_arguments_leave_open_is_said(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    save(tmp_path / "theirs", random_model("Llama"), attention_dropout=0.1)
+    save(tmp_path / "theirs", random_theirs("Llama"), attention_dropout=0.1)
     import_megatron(tmp_path / "theirs", tmp_path / "mine")
     assert "rope-scaling-factor 16: Megatron-LM before August 2026 ignored it" in caplog.text
     assert "attention_dropout is 0.1; model.dropout is hidden_dropout, 0.0" in caplog.text
     caplog.clear()
-    save(tmp_path / "plain", random_model("Llama"), rope_scaling_factor=8.0, attention_dropout=0.0)
+    save(tmp_path / "plain", random_theirs("Llama"), rope_scaling_factor=8.0, attention_dropout=0.0)
     import_megatron(tmp_path / "plain", tmp_path / "me")
     assert not caplog.text

@@ -30,157 +30,15 @@ SMALL = (
     "--num-layers 2 --hidden-size 64 --num-attention-heads 2 --seq-length 128 --lr 1e-3 "
     "--micro-batch-size 2 --global-batch-size 8 --train-iters 100"
 )
-DATA = "--vocab-file data/gpt2-vocab.json --merge-file data/gpt2-merges.txt --data-impl mmap"
-
-# The five guides' commands: flags and values.
-MSAMP = f"--split 949,50,1 --data-path data/wikipedia_text_document {DATA} --clip-grad 1.0"
-MSAMP_345M = (
-    f"{MSAMP} --num-layers 24 --hidden-size 1024 --num-attention-heads 16 --seq-length 1024 "
-    "--max-position-embeddings 1024 --lr 0.00015 --train-iters 500000 --lr-decay-iters 320000 "
-    "--lr-decay-style cosine --min-lr 1.0e-5 --weight-decay 1e-2 --lr-warmup-fraction .01 "
-    "--log-interval 100 --eval-interval 1000 --eval-iters 10"
-)
 MUON = "--optimizer muon --muon-momentum 0.9 --muon-extra-scale-factor 0.2 --muon-use-nesterov"
-MSAMP_LM = "--use-flash-attn --no-gradient-accumulation-fusion --use-distributed-optimizer --bf16"
-MSAMP_345M_LM = f"{MSAMP_345M} {MSAMP_LM} --micro-batch-size 8 --global-batch-size 64"
-MSAMP_345M_LM += " --save-interval 2000"
-MSAMP_345M_DS = f"{MSAMP_345M} --micro-batch-size 4 --global-batch-size 8 --save-interval 10000"
-MSAMP_345M_DS += " --fp16"
-MSAMP_BIG = (
-    f"{MSAMP} --distributed-backend nccl --no-query-key-layer-scaling --seed 43 --seq-length 2048 "
-    "--max-position-embeddings 2048 --lr-decay-style cosine --weight-decay 0.1 --num-workers 1 "
-    "--attention-dropout 0.0 --hidden-dropout 0.0 --optimizer adam --adam-beta1 0.9 "
-    "--adam-beta2 0.95 --init-method-std 0.0099 --log-interval 1 --eval-iters 7"
-)
-MSAMP_6B7 = (
-    f"{MSAMP_BIG} {MSAMP_LM} --num-layers 32 --hidden-size 4096 --num-attention-heads 32 "
-    "--train-samples 48828125 --lr-decay-samples 43945312 --lr-warmup-samples 2048000 --lr 3.0e-4 "
-    "--min-lr 3.0e-5 --micro-batch-size 1 --global-batch-size 2048 --sequence-parallel "
-    "--save-interval 1000 --eval-interval 500 --tensor-model-parallel-size 1"
-)
-MSAMP_13B = (
-    f"{MSAMP_BIG} --num-layers 40 --hidden-size 5120 --num-attention-heads 40 "
-    "--train-samples 146484375 --lr-decay-samples 131835938 --lr-warmup-samples 4096000 "
-    "--lr 2.0e-4 --min-lr 2.0e-5 --global-batch-size 1280 --tensor-model-parallel-size 2 "
-    "--save-interval 2000 --eval-interval 200"
-)
-MSAMP_13B_LM = f"{MSAMP_13B} {MSAMP_LM} --micro-batch-size 1 --sequence-parallel"
-MSAMP_13B_DS = (
-    f"{MSAMP_13B} --bf16 --micro-batch-size 4 --checkpoint-activations --deepspeed "
-    "--deepspeed_config msamp.json --zero-stage 1 --deepspeed-activation-checkpointing"
-)
-TE = " --fp8-hybrid --transformer-impl transformer_engine"
-POLARIS = (
-    "--no-async-tensor-model-parallel-allreduce --seed 17 --DDP-impl local "
-    "--pipeline-model-parallel-size 1 --tensor-model-parallel-size 64 "
-    "--ds-sequence-parallel-size 1 --micro-batch-size 1 --global-batch-size 1 --train-iters 10 "
-    "--lr-decay-iters 320000 --num-workers 0 --split 949,50,1 --distributed-backend nccl "
-    "--lr 0.00015 --lr-decay-style cosine --min-lr 1.0e-5 --weight-decay 1e-2 --clip-grad 1.0 "
-    "--lr-warmup-fraction .01 --log-interval 1 --save-interval 1000 --eval-interval 1000 "
-    "--eval-iters 0 --override-opt_param-scheduler --tensorboard-dir tb "
-    "--log-timers-to-tensorboard --tensorboard-log-interval 1 --checkpoint-activations "
-    "--checkpoint-num-layers 1 --fp16 --sequence-parallel --cpu-optimizer "
-    "--deepspeed-activation-checkpointing --no-pipeline-parallel --zero-stage=1 "
-    "--deepspeed_config=polaris.json --deepspeed_mpi --deepspeed "
-    f"--data-path data/genslm_subsample_200k_sequence_document {DATA}"
-)
-AZURE = (
-    "--max-position-embeddings 2048 --attention-backend auto --micro-batch-size 1 "
-    "--global-batch-size 512 --train-iters 1500 --weight-decay 0.1 --adam-beta1 0.9 "
-    "--adam-beta2 0.95 --init-method-std 0.006 --clip-grad 1.0 --fp16 --lr 6.0e-5 "
-    "--lr-decay-style cosine --min-lr 6.0e-6 --lr-warmup-fraction .001 --lr-decay-iters 430000 "
-    "--sequence-parallel --use-distributed-optimizer --data-cache-path cache "
-    "--train-data-path 'data/slimpajama/train_chunk_*_text_document[:-30]' "
-    "--valid-data-path 'data/slimpajama/train_chunk_*_text_document[-15:]' "
-    "--test-data-path 'data/slimpajama/train_chunk_*_text_document[-30:-15]' "
-    "--vocab-file bpe/gpt2-vocab.json --merge-file bpe/gpt2-vocab.json --log-interval 10 "
-    "--save-interval 100 --eval-interval 100 --save c --load c --eval-iters 10 "
-    "--tensorboard-dir tb --ckpt-format torch_dist --ckpt-fully-parallel-load "
-    "--use-persistent-ckpt-worker --ckpt-assume-constant-structure"
-)
-LUMI = (
-    "--no-gradient-accumulation-fusion --override-opt_param-scheduler --adam-beta1 0.9 "
-    "--adam-beta2 0.95 --tensor-model-parallel-size 2 --lr-decay-tokens 300000000000 "
-    "--lr-warmup-tokens 3000000000 --micro-batch-size 2 --exit-duration-in-mins 30000000 "
-    "--seq-length 2048 --max-position-embeddings 2048 --train-tokens 300000000000 "
-    "--train-samples 292968750 --min-lr 1.0e-6 --lr-decay-style cosine --split 949,50,1 "
-    "--log-interval 1 --eval-interval 100 --eval-iters 10 --save-interval 1000 "
-    "--weight-decay 0.1 --clip-grad 1.0 --hysteresis 2 --num-workers 0 --fp16 --seed 1234 "
-    "--load c --save c --no-async-tensor-model-parallel-allreduce --use-flash-attn "
-    "--tensorboard-queue-size 1 --log-timers-to-tensorboard --log-batch-size-to-tensorboard "
-    "--log-validation-ppl-to-tensorboard --tensorboard-dir tb --checkpoint-activations "
-    "--log-optimizer-states-to-tensorboard --deepspeed --deepspeed_config lumi.json "
-    "--zero-stage 1 --pipeline-model-parallel-size 2 --deepspeed-activation-checkpointing "
-    f"--data-path data/my-gpt2_text_document {DATA}"
-)
-B64 = (
-    "--num-layers 96 --hidden-size 12288 --num-attention-heads 96 --seq-length 2048 "
-    "--max-position-embeddings 2048 --micro-batch-size 1 --global-batch-size 1536 --lr 6.0e-5 "
-    "--min-lr 6.0e-6 --lr-decay-style cosine --clip-grad 1.0 --weight-decay 0.1 --adam-beta1 0.9 "
-    "--adam-beta2 0.95 --init-method-std 0.006 --fp16 --use-flash-attn-v2 "
-    "--tensor-model-parallel-size 8 --pipeline-model-parallel-size 8 --data-path "
-    "0.35 data/wikipedia_20220301_en_text_document 0.65 data/openwebtext_Skylion007_text_document "
-    f"--data-cache-path cache {DATA} --split 98,2,0 --save-interval 1000 --eval-interval 100 "
-    "--save c --load c --eval-iters 40 --tensorboard-dir tb --log-validation-ppl-to-tensorboard"
-)
+GUIDES = tomllib.loads((Path(__file__).parent / "guides.toml").read_text(encoding="utf-8"))
 
 
-def shape(layers: int, width: int, heads: int) -> str:
-    return f" --num-layers {layers} --hidden-size {width} --num-attention-heads {heads}"
+def expand(text: str) -> str:
+    return re.sub(r"\{([\w.-]+)\}", lambda match: expand(GUIDES["parts"][match[1]]), text)
 
 
-def layout(tensor: int, pipeline: int, length: int = 2048) -> str:
-    return (
-        f" --tensor-model-parallel-size {tensor} --pipeline-model-parallel-size {pipeline}"
-        f" --seq-length {length}"
-    )
-
-
-def lumi(batch: int, rate: str, std: str) -> str:
-    return f" --global-batch-size {batch} --lr {rate} --init-method-std {std}"
-
-
-COMMANDS = {
-    "msamp/345m-bf16": MSAMP_345M_LM,
-    "msamp/345m-fp8": MSAMP_345M_LM + TE,
-    "msamp/345m-fp8-lowbit": MSAMP_345M_LM + TE + " --msamp",
-    "msamp/345m-deepspeed-fp16": MSAMP_345M_DS,
-    "msamp/345m-deepspeed-fp8-lowbit": MSAMP_345M_DS
-    + " --msamp --msamp-opt-level O2 --deepspeed --deepspeed_config msamp-fp16.json",
-    "msamp/6.7b-bf16": MSAMP_6B7,
-    "msamp/6.7b-fp8": MSAMP_6B7 + TE,
-    "msamp/6.7b-fp8-lowbit": MSAMP_6B7 + TE + " --msamp",
-    "msamp/13b-bf16": MSAMP_13B_LM,
-    "msamp/13b-fp8": MSAMP_13B_LM + TE,
-    "msamp/13b-fp8-lowbit": MSAMP_13B_LM + TE + " --msamp",
-    "msamp/13b-deepspeed-bf16": MSAMP_13B_DS,
-    "msamp/13b-deepspeed-fp8-lowbit": MSAMP_13B_DS + " --msamp --msamp-opt-level O3",
-    "polaris/gpt13b": POLARIS + shape(40, 5120, 64) + " --seq-length 2048",
-    "polaris/gpt25b": POLARIS + shape(64, 6144, 64) + " --seq-length 4096",
-    "azure/64m": AZURE + shape(12, 512, 8) + layout(1, 1, 1024),
-    "azure/125m": AZURE + shape(12, 768, 12) + layout(1, 1, 1024),
-    "azure/356m": AZURE + shape(24, 1024, 16) + layout(1, 1),
-    "azure/1.3b": AZURE + shape(24, 2048, 16) + layout(1, 2),
-    "azure/13b": AZURE + shape(40, 5120, 40) + layout(2, 4),
-    "azure/30b": AZURE + shape(48, 7168, 56) + layout(4, 8),
-    "azure/175b": AZURE + shape(96, 12288, 96) + layout(8, 16),
-    "lumi/125m": LUMI + shape(12, 768, 12) + lumi(256, "6.0e-4", "0.02"),
-    "lumi/13b": LUMI + shape(40, 5120, 40) + lumi(1024, "1.0e-4", "0.008"),
-    "lumi/175b": LUMI + shape(96, 12288, 96) + lumi(1536, "0.6e-4", "0.005"),
-    "benchmark64/full": B64
-    + " --rampup-batch-size 16 16 433870 --train-samples 10846761 --lr-decay-samples 9400526"
-    " --lr-warmup-samples 13558 --log-interval 10",
-    "benchmark64/tgs": B64
-    + " --train-iters 10 --lr-warmup-fraction .001 --lr-decay-iters 8 --log-interval 1",
-}
-DEEPSPEED = {
-    "msamp.json": '{"gradient_clipping": 1.0, "zero_optimization": {"stage": 1}, "bf16": {}}',
-    "msamp-fp16.json": '{"gradient_clipping": 1.0, "fp16": {"enabled": true}}',
-    "polaris.json": '{"zero_optimization": {"stage": 1}, "scheduler": {"type": "WarmupLR"}, '
-    '"fp16": {"enabled": true, "initial_scale_power": 12}}',
-    "lumi.json": '{"gradient_clipping": 1.0, "zero_optimization": {"stage": 1}, "fp16": '
-    '{"loss_scale": 0, "loss_scale_window": 500, "hysteresis": 2, "initial_scale_power": 11}}',
-}
+COMMANDS = {recipe: expand(command) for recipe, command in GUIDES["commands"].items()}
 
 
 @pytest.fixture
@@ -203,7 +61,7 @@ def test_every_recipe_of_the_guides_has_its_command() -> None:
 
 @pytest.mark.parametrize("recipe", COMMANDS)
 def test_a_guides_command_gives_its_recipe(recipe: str, in_folder: Path) -> None:
-    for name, text in DEEPSPEED.items():
+    for name, text in GUIDES["deepspeed"].items():
         Path(name).write_text(text, encoding="utf-8")
     imported = import_command(f"torchrun pretrain_gpt.py {COMMANDS[recipe]}", [], "x")
     ours = load_run(str(ROOT / "recipes" / f"{recipe}.toml")).run
@@ -220,10 +78,9 @@ def test_a_guides_command_gives_its_recipe(recipe: str, in_folder: Path) -> None
 
 
 def test_every_flag_is_accounted_for(in_folder: Path) -> None:
-    imported = import_command(
-        f"pretrain_gpt.py {AZURE} {shape(12, 512, 8)} {layout(1, 1)}", [], "x"
-    )
-    for flag in re.findall(r"--([\w-]+)", AZURE):
+    command = COMMANDS["azure/64m"]
+    imported = import_command(f"pretrain_gpt.py {command}", [], "x")
+    for flag in re.findall(r"--([\w-]+)", command):
         assert f"--{flag}" in imported.text.replace("_", "-"), flag
 
 

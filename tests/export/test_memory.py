@@ -87,8 +87,8 @@ def write_two_ranks(folder: Path, run: Run) -> None:
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="needs the /proc of Linux")
 def test_memory_is_bounded_by_the_largest_tensor(tmp_path):
     d_model = 512
-    sizes = {"vocab_size": 2000, "n_positions": 64, "n_embd": d_model, "n_layer": 8}
-    model = random_gpt2(**sizes)  # 106 MB
+    sizes = {"vocab_size": 2000, "n_positions": 64, "hidden_size": d_model}
+    model = random_gpt2(**sizes, num_hidden_layers=8)  # 106 MB
     model.save_pretrained(tmp_path / "theirs")
     save_megatron(tmp_path / "megatron", model, Theirs(rows=2048))
     import_huggingface(tmp_path / "theirs", tmp_path / "mine")

@@ -9,8 +9,9 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from tests.export.hub_server import ATTRIBUTES, TOKEN, Hub, Repository
@@ -136,62 +137,61 @@ def test_wrong_options_are_refused_first(tmp_path, options, problem):
         run_export(tmp_path / "gone", tmp_path / "out", **options)
 
 
-def refuse(hub: Hub, checkpoint: Path, folder: Path, problem: str, hint: str, **options) -> None:
+def held(private: bool, title: str = "initial") -> Callable[[Hub, pytest.MonkeyPatch], None]:
+    """Makes a Hub that has the repository already."""
+    files = ATTRIBUTES | ({"weights.bin": b"precious"} if title != "initial" else {})
+
+    def change(hub: Hub, _: pytest.MonkeyPatch) -> None:
+        hub.repositories[NAME] = Repository(files, private=private, title=title)
+
+    return change
+
+
+def no_token(_: Hub, patch: pytest.MonkeyPatch) -> None:
+    patch.delenv("HF_TOKEN")
+    patch.setattr("huggingface_hub.hf_api.get_token", lambda: None)
+
+
+def no_right(hub: Hub, patch: pytest.MonkeyPatch) -> None:
+    held(True)(hub, patch)
+    hub.faults[f"/api/models/{NAME}/auth-check/write"] = ["403"]
+
+
+REFUSED: dict[str, tuple[Callable[[Hub, pytest.MonkeyPatch], object], str, str, dict[str, Any]]] = {
+    "no token": (no_token, "no token", "set HF_TOKEN", {}),
+    "a wrong token": (
+        lambda _, patch: patch.setenv("HF_TOKEN", "hf_wrong"), "401|Invalid", "not valid", {}
+    ),
+    "a token that only reads": (
+        lambda hub, _: setattr(hub, "role", "read"), "can only read", "may not write", {}
+    ),
+    "a repository of others": (
+        lambda hub, _: None, "writes to me, team", "yours", {"upload": "hf:other/small"}
+    ),
+    "no right to write": (no_right, "403", "may not write", {}),
+    "other content": (held(True, "Add weights"), "holds 2 files, not last", "another name", {}),
+    "private": (held(True), "is private", "settings", {"public": True}),
+    "public": (held(False), "is public", "--public", {"public": False}),
+    "a server that is down": (
+        lambda hub, _: hub.faults.update({"/api/whoami-v2": ["drop"]}),
+        "cannot upload to me/small", "HTTPS_PROXY", {},
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_is_refused_before_the_work(make_checkpoint, tmp_path, hub, monkeypatch, name):
+    change, problem, hint, options = REFUSED[name]
+    change(hub, monkeypatch)
     before = {name: dict(each.files) for name, each in hub.repositories.items()}
     with pytest.raises((ConfigError, MachineError), match=problem) as refusal:
-        run_export(checkpoint, folder, **options)
+        run_export(make_checkpoint()[0], tmp_path / "out", **options)
     assert hint in refusal.value.hint
     assert refusal.value.exit_code == 2
     assert "\n" not in refusal.value.problem
-    assert not folder.exists()  # refused before the work
+    assert not (tmp_path / "out").exists()
     assert {name: each.files for name, each in hub.repositories.items()} == before
     assert not [path for path in hub.asked_paths() if path.startswith(("POST", "PUT"))]
-
-
-def test_no_token(make_checkpoint, tmp_path, hub, monkeypatch):
-    monkeypatch.delenv("HF_TOKEN")
-    monkeypatch.setattr("huggingface_hub.hf_api.get_token", lambda: None)
-    refuse(hub, make_checkpoint()[0], tmp_path / "out", "no token", "set HF_TOKEN")
-
-
-def test_a_wrong_token(make_checkpoint, tmp_path, hub, monkeypatch):
-    monkeypatch.setenv("HF_TOKEN", "hf_wrong")
-    refuse(hub, make_checkpoint()[0], tmp_path / "out", "401|Invalid", "token is not valid")
-
-
-def test_a_token_that_only_reads(make_checkpoint, tmp_path, hub):
-    hub.role = "read"
-    refuse(hub, make_checkpoint()[0], tmp_path / "out", "can only read", "may not write")
-
-
-def test_a_repository_of_others(make_checkpoint, tmp_path, hub):
-    options = {"upload": "hf:other/small"}
-    refuse(hub, make_checkpoint()[0], tmp_path / "out", "writes to me, team", "yours", **options)
-
-
-def test_a_repository_without_the_right_to_write(make_checkpoint, tmp_path, hub):
-    hub.repositories[NAME] = Repository(dict(ATTRIBUTES), private=True)
-    hub.faults[f"/api/models/{NAME}/auth-check/write"] = ["403"]
-    refuse(hub, make_checkpoint()[0], tmp_path / "out", "403", "may not write")
-
-
-def test_other_content_is_not_replaced(make_checkpoint, tmp_path, hub):
-    files = ATTRIBUTES | {"weights.bin": b"precious"}
-    hub.repositories[NAME] = Repository(files, private=True, title="Add weights")
-    problem = "holds 2 files, not last changed by trainyard export"
-    refuse(hub, make_checkpoint()[0], tmp_path / "out", problem, "another name")
-
-
-@pytest.mark.parametrize("public", [True, False])
-def test_the_visibility_must_agree(make_checkpoint, tmp_path, hub, public):
-    hub.repositories[NAME] = Repository(dict(ATTRIBUTES), private=public)
-    problem, hint = ("is private", "settings") if public else ("is public", "--public")
-    refuse(hub, make_checkpoint()[0], tmp_path / "out", problem, hint, public=public)
-
-
-def test_a_server_that_is_down(make_checkpoint, tmp_path, hub):
-    hub.faults["/api/whoami-v2"] = ["drop"]
-    refuse(hub, make_checkpoint()[0], tmp_path / "out", "cannot upload to me/small", "HTTPS_PROXY")
 
 
 @pytest.mark.parametrize("fault", ["drop", "403", "500"])

@@ -41,8 +41,11 @@ from __future__ import annotations
 import itertools
 import logging
 import re
+import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cache
+from importlib import resources
 from pathlib import Path
 from typing import Any
 
@@ -75,41 +78,6 @@ _OTHER_MODEL = "its arguments and its weights must belong together"
 _VERSIONS = (0, 1, 2, 3)
 _NO_WEIGHTS = ("_extra_state", "rotary_pos_emb.inv_freq")
 """State of fp8, and what follows from `rotary_base`."""
-CORE_BLOCK_PARTS = {
-    "input_layernorm": "attention_norm",
-    "self_attention.linear_qkv": "attention.qkv",
-    "self_attention.q_layernorm": "attention.query_norm",
-    "self_attention.k_layernorm": "attention.key_norm",
-    "self_attention.linear_proj": "attention.out",
-    "pre_mlp_layernorm": "mlp_norm",
-    "mlp.linear_fc1": "mlp.up",
-    "mlp.linear_fc2": "mlp.down",
-}
-"""Megatron-Core's names of a block's layers; the names before it follow."""
-_BLOCK_PARTS = CORE_BLOCK_PARTS | {
-    "input_norm": "attention_norm",
-    "attention.query_key_value": "attention.qkv",
-    "self_attention.query_key_value": "attention.qkv",
-    "attention.dense": "attention.out",
-    "self_attention.dense": "attention.out",
-    "post_attention_layernorm": "mlp_norm",
-    "post_attention_norm": "mlp_norm",
-    "mlp.dense_h_to_4h": "mlp.up",
-    "mlp.dense_4h_to_h": "mlp.down",
-}
-_PARTS = {
-    "word_embeddings": "embedding",
-    "position_embeddings": "positions",
-    "final_layernorm": "final_norm",
-    "final_norm": "final_norm",
-    "output_layer": "head",
-    "word_embeddings_for_head": "head",
-}
-# Transformer Engine stores a norm with the following matrix.
-_NORM_INSIDE = {
-    "self_attention.linear_qkv.layer_norm": "attention_norm",
-    "mlp.linear_fc1.layer_norm": "mlp_norm",
-}
 _WRAPPERS = re.compile(
     r"((model[0-9]*|module|language_model|embedding|encoder|transformer|decoder)\.)*"
 )
@@ -117,18 +85,14 @@ _LAYER = re.compile(r"layers\.([0-9]{1,6})\.(.+)[._](weight|bias)")
 _OTHER = re.compile(r"([a-z_]+)\.(weight|bias)")
 _GPT2_VOCABULARY_SIZE = 50257
 
-# Saved arguments whose flag has another name, and those that have a flag, but are not read as it.
-_FLAGS = {
-    "add_bias_linear": "disable-bias-linear",
-    "add_position_embedding": "no-position-embedding",
-    "max_position_embeddings": "seq-length",
-    "rope_theta": "rotary-position-embeddings-theta",
-}
-_NOT_READ = {"seq_length", "vocab_size", "make_vocab_size_divisible_by"}
-_NOT_READ |= {"attention_dropout", "num_key_value_heads"}
-_SWITCHES = {"add_bias_linear", "add_position_embedding", "use_rope_scaling"}
-_SWITCHES |= {"bias_gelu_fusion", "openai_gelu"}
 _ENUMERATION = re.compile(r"PositionEmbeddingType(\(2\)|\.absolute)")
+
+
+@cache
+def name_tables() -> dict[str, Any]:
+    """Reads the names of tensors and of saved arguments."""
+    path = resources.files("trainyard.config") / "megatron_names.toml"
+    return tomllib.loads(path.read_text(encoding="utf-8"))
 
 
 @dataclass(frozen=True)
@@ -429,10 +393,13 @@ def _check_tensors(sources: _Sources, model: Model, n_rows: int, grid: _Grid) ->
 
 def flag_of(argument: str) -> str:
     """Returns the flag as which a saved argument is read; empty if it is not read."""
-    flag = _FLAGS.get(argument, argument.replace("_", "-"))
+    tables = name_tables()
+    if argument in tables["flags"]:
+        return str(tables["flags"][argument])
+    flag = argument.replace("_", "-")
     kind, target = classify(flag)
-    is_read = argument in _FLAGS or (kind in ("field", "rule") and target.startswith("model."))
-    return flag if is_read and argument not in _NOT_READ else ""
+    is_read = kind in ("field", "rule") and target.startswith("model.")
+    return flag if is_read and argument not in tables["not_read"] else ""
 
 
 def read_arguments(given: Mapping[str, Any], place: str) -> tuple[dict[str, Any], list[str]]:
@@ -477,14 +444,15 @@ def _words(name: str, value: Any) -> list[str] | None:
     text = _ENUMERATION.sub("absolute", str(value))
     accepted = flag_table()["value"].get(flag)
     is_switch = isinstance(flag_table()["set"].get(flag), bool | str)
-    if (is_switch or name in _SWITCHES) and value not in (None, False, True):
+    is_switch |= name in name_tables()["switches"]
+    if is_switch and value not in (None, False, True):
         reason = "it is on or off"
     elif accepted and value is not None and text not in accepted:
         reason = f"supported: {', '.join(accepted)}"
     if reason:
         problem = f"args.{name}: {reason} (got {value!r:.200})"
         raise ConfigError(problem, "docs/megatron-flags.md lists all arguments")
-    if is_switch or name in _SWITCHES:
+    if is_switch:
         value = value == 0 if name.startswith("add_") else bool(value)
     return None if value is None or value is False else [] if value is True else [text]
 
@@ -551,13 +519,14 @@ def our_name(name: str) -> str | None:
 
     Keeps the layer number. None if our models lack the parameter.
     """
+    tables = name_tables()
     name = name[_WRAPPERS.match(name).end() :]  # type: ignore[union-attr]  # it matches ""
     if match := _LAYER.fullmatch(name):
         number, part, kind = match.groups()
-        ours = (_NORM_INSIDE if part.endswith(".layer_norm") else _BLOCK_PARTS).get(part)
+        ours = {**tables["block"], **tables["block_of_core"]}.get(part)
         return f"blocks.{int(number)}.{ours}.{kind}" if ours else None
     match = _OTHER.fullmatch(name)
-    ours = _PARTS.get(match[1]) if match else None
+    ours = tables["outside"].get(match[1]) if match else None
     return f"{ours}.{match[2]}" if match and ours else None
 
 
