@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 
-import msgspec
 import pytest
 
 from trainyard.doctor.diagnosis import (
@@ -22,14 +21,12 @@ from trainyard.doctor.diagnosis import (
     Finding,
     Measurement,
     Shape,
-    compare_nodes,
     diagnose,
     expect,
     find_usual_machine,
     judge,
     render,
     verdict_of,
-    worst_of,
 )
 from trainyard.errors import MachineError
 from trainyard.planning.clusters import find_machine
@@ -119,14 +116,6 @@ def test_what_the_cluster_promises_and_is_not_there() -> None:
     assert "request all from the scheduler" in error.hint
 
 
-def test_no_device_at_all_is_not_a_broken_node() -> None:
-    found = ranks(1, 1, "cpu")
-    found[0].n_devices = 0
-    error = refusal(diagnose(found, find_machine("azure-ndv5")))
-    assert error.problem.endswith("devices on n1")
-    assert "login node" in error.hint
-
-
 def test_ranks_that_are_shown_one_device_each_count_together() -> None:
     found = ranks()
     for each in found:
@@ -154,11 +143,6 @@ def test_everything_can_be_read_as_json() -> None:
     assert set(found["facts"]) == {"n1", "n2"}
 
 
-def test_results_of_a_rank_travel_as_json() -> None:
-    found = ranks(1, 2)
-    assert msgspec.json.decode(msgspec.json.encode(found), type=list[Examination]) == found
-
-
 def measured(values: list[float], name: str = MEMORY) -> list[Measurement]:
     return [
         Measurement(name, value, "GB/s", rank, f"n{1 + rank // 2}")
@@ -172,14 +156,6 @@ def measured(values: list[float], name: str = MEMORY) -> list[Measurement]:
 )
 def test_shares(share: float, verdict: str) -> None:
     assert verdict_of(share) == verdict
-
-
-@pytest.mark.parametrize(
-    ("verdicts", "worst"),
-    [([], ""), (["", PASS], PASS), ([PASS, REPLACE, WARN], REPLACE), (["", ""], "")],
-)
-def test_the_worst_counts(verdicts: list[str], worst: str) -> None:
-    assert worst_of(verdicts) == worst
 
 
 @pytest.mark.parametrize(
@@ -254,13 +230,3 @@ def test_between_nodes_a_ring_uses_all_network_devices_of_a_node() -> None:
     found = expect(polaris, shape)
     assert found[BETWEEN_NODES] == pytest.approx(12.5 * 0.92)
     assert found[OF_ALL] == pytest.approx(4 * 12.5 * 0.92)
-
-
-def test_nodes_that_differ_are_named() -> None:
-    drivers = {"n1": {"driver": "550"}, "n2": {"driver": "535"}, "n3": {"driver": "550"}}
-    assert compare_nodes(drivers) == [
-        Finding(
-            "driver", "550 on n1, n3; 535 on n2", WARN, "nodes of a job should be identical", "n2"
-        )
-    ]
-    assert compare_nodes({"n1": {"driver": "550"}, "n3": {"driver": "550"}}) == []

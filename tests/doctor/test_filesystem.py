@@ -1,8 +1,10 @@
 from __future__ import annotations
 
+import threading
 from pathlib import Path
 
 import pytest
+from tests.waiting import WATCHDOG_SECONDS
 
 from trainyard.doctor import filesystem
 from trainyard.doctor.diagnosis import PASS, REPLACE, WARN
@@ -51,43 +53,26 @@ def test_a_file_system_without_locks(tmp_path: Path, monkeypatch: pytest.MonkeyP
 def test_a_file_that_is_read_while_it_is_replaced_in_two_steps(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    # As a file system does that removes the old file before it puts the new one there.
-    module = tmp_path / "second_in_two_steps.py"
-    module.write_text(
-        "import sys, time, pathlib\n"
-        "path = pathlib.Path(sys.argv[2])\n"
-        "print('begun', flush=True)\n"
-        "path.unlink()\n"
-        f"while not pathlib.Path({str(tmp_path / 'missed')!r}).exists():\n"
-        "    time.sleep(0.01)\n"
-        f"path.write_bytes({NEW!r})\n"
-    )
-    read = Path.read_bytes
+    """As a file system does that removes the old file before it puts the new one there."""
+    missed = threading.Event()
+    read, replace = Path.read_bytes, Path.replace
 
     def read_noting(path: Path) -> bytes:
         try:
             return read(path)
         except FileNotFoundError:
-            (tmp_path / "missed").touch()
+            missed.set()
             raise
 
+    def replace_in_two_steps(path: Path, target: Path) -> Path:
+        target.unlink()
+        assert missed.wait(WATCHDOG_SECONDS)
+        return replace(path, target)
+
     monkeypatch.setattr(Path, "read_bytes", read_noting)
-    real = filesystem.subprocess.Popen
-
-    def start(command: list[str], **options: object) -> object:
-        return real([command[0], str(module), *command[4:]], **options)  # type: ignore[call-overload]
-
-    monkeypatch.setattr(filesystem.subprocess, "Popen", start)
+    monkeypatch.setattr(Path, "replace", replace_in_two_steps)
     (found,) = (each for each in try_guarantees(tmp_path) if each.name == "rename of a file")
     assert (found.verdict, found.text) == (REPLACE, "leaves it missing for a moment")
-
-
-def test_a_second_process_that_fails_is_told_of(tmp_path: Path) -> None:
-    with (
-        pytest.raises(OSError, match=r"a second process failed: FileNotFoundError"),
-        filesystem._second_process("lock", tmp_path / "missing"),
-    ):
-        pass
 
 
 def test_rates_are_of_the_bytes_that_were_written(tmp_path: Path) -> None:

@@ -1,17 +1,12 @@
 """Tests the guarantees and the speed of the run folder's file system.
 
 Checkpoints and the lock of a run folder need a few guarantees, which network file systems keep,
-break, or keep on one machine only. Each is tested in a temporary folder, with a second process:
-
-    python -P -m trainyard.doctor.filesystem lock PATH     locks the file until it is terminated
-    python -P -m trainyard.doctor.filesystem rename PATH   replaces the file repeatedly, then exits
-
-The guarantees:
+break, or keep on one machine only. Each is tested in a temporary folder:
 
     rename   atomic: readers see the whole old or the whole new file; a folder is renamed whole, and
              never replaces one that is not empty
     sync     a file and its folder can be flushed to the disk
-    lock     a file locked by one process (flock) cannot be locked by another
+    lock     a file locked by who opened it (flock) cannot be locked by who opens it again
     map      a file can be memory-mapped, like token files
 
 Speed: each rank writes a file like a checkpoint, in pieces, each submitted to the disk at once, and
@@ -30,10 +25,10 @@ import os
 import shutil
 import statistics
 import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from trainyard.doctor.diagnosis import PASS, REPLACE, WARN, Finding
@@ -295,65 +290,36 @@ def _try_folders(folder: Path) -> tuple[bool, str]:
 
 
 def _try_rename(folder: Path) -> tuple[bool, str]:
-    """Reads a file while a second process replaces it repeatedly."""
+    """Reads a file while a thread replaces it repeatedly."""
     path = folder / "renamed"
     path.write_bytes(OLD)
     n_reads, contents = 0, set()
-    with _second_process("rename", path) as second:
-        while second.poll() is None:
+
+    def replace_repeatedly() -> None:
+        for number in range(N_RENAMES):
+            other = path.with_suffix(".new")
+            other.write_bytes(NEW if number % 2 else OLD)
+            other.replace(path)
+
+    with ThreadPoolExecutor(1) as pool:
+        renames = pool.submit(replace_repeatedly)
+        while not renames.done():
             try:
                 contents.add(path.read_bytes())
             except FileNotFoundError:
                 contents.add(b"")
             n_reads += 1
+        renames.result()
     if contents <= {OLD, NEW}:
         return True, f"is atomic ({n_reads} reads)"
     return False, f"leaves it {'missing' if b'' in contents else 'incomplete'} for a moment"
 
 
 def _try_lock(folder: Path) -> tuple[bool, str]:
-    path = folder / "locked"
-    path.touch()
-    with _second_process("lock", path), path.open("rb+") as file:
+    with (folder / "locked").open("wb") as file, (folder / "locked").open("rb+") as again:
+        fcntl.flock(file, fcntl.LOCK_EX)
         try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            fcntl.flock(again, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             return True, "excludes another process"
     return False, "does not exclude another process"
-
-
-@contextlib.contextmanager
-def _second_process(task: str, path: Path) -> Iterator[subprocess.Popen[bytes]]:
-    """Runs `main` in a second process during the block; it has started when the block begins."""
-    command = [sys.executable, "-P", "-m", "trainyard.doctor.filesystem", task, str(path)]
-    pipe = subprocess.PIPE
-    with subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=pipe) as process:
-        try:
-            assert process.stdout and process.stderr
-            if not process.stdout.readline():  # it prints a line once it has started
-                lines = process.stderr.read().decode(errors="replace").splitlines()
-                raise OSError(errno.EIO, f"a second process failed: {lines[-1] if lines else ''}")
-            yield process
-        finally:
-            process.kill()
-
-
-def main() -> None:
-    """Locks or renames a file, as the second process of a test."""
-    task, path = sys.argv[1], Path(sys.argv[2])
-    with path.open("rb+") as file:
-        if task == "lock":
-            fcntl.flock(file, fcntl.LOCK_EX)
-        sys.stdout.write("started\n")
-        sys.stdout.flush()
-        if task == "lock":
-            sys.stdin.read()
-            return
-    for number in range(N_RENAMES):
-        other = path.with_suffix(".new")
-        other.write_bytes(NEW if number % 2 else OLD)
-        other.replace(path)
-
-
-if __name__ == "__main__":
-    main()
