@@ -13,11 +13,10 @@ import subprocess
 from pathlib import Path
 
 import pytest
-from tests.waiting import WATCHDOG_SECONDS
+from tests.jobs.scripts import run_job, write_program
 
 from trainyard.config.cluster import read_cluster
 from trainyard.jobs.job import Job
-from trainyard.jobs.script import render
 
 HOOKS = Path(os.environ.get("ENROOT_SYSCONF_PATH", "/etc/enroot")) / "hooks.d"
 LIBRARY = os.environ.get("ENROOT_LIBRARY_PATH", "/usr/lib/enroot")
@@ -33,18 +32,9 @@ def run(folder: Path, is_stage: bool, step: str) -> subprocess.CompletedProcess[
     image = {"container": {"image": "/images/trainyard.sqsh"}}
     cluster = read_cluster("azure-ndv5", image)
     job = Job("run", cluster, 1, 1, ("prepare",), folder / "runs/run", "test", is_stage)
-    (folder / "runs/run/jobs").mkdir(parents=True)
-    srun = folder / "srun"
-    srun.write_text(f"#!/bin/bash\n{step}\n")
-    srun.chmod(0o755)
-    job.script_path.write_text(render(job))
-    return subprocess.run(
-        ["bash", str(job.script_path)],
-        env={"PATH": f"{folder}:{os.environ['PATH']}", "SLURM_JOB_ID": "1"},
-        capture_output=True,
-        text=True,
-        timeout=WATCHDOG_SECONDS,
-    )
+    write_program(folder / "srun", step)
+    done: subprocess.CompletedProcess[str] = run_job(job, programs=folder)
+    return done
 
 
 def test_the_step_of_a_stage_hides_devices(tmp_path: Path) -> None:

@@ -2,71 +2,39 @@
 
 from __future__ import annotations
 
-import os
 import re
-import subprocess
 from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.waiting import WATCHDOG_SECONDS
-
-from trainyard.config.cluster import Cluster, Launch
-from trainyard.jobs.job import Job
-from trainyard.jobs.script import render
+from tests.jobs.scripts import build_job, run_job, write_program
 
 # The nth start of the ranks ends with the nth word of `plan`.
 STEP = """\
-#!/bin/bash
 echo "$TRAINYARD_JOB $MASTER_ADDR $MASTER_PORT $*" | head -n 1 >> steps
 words=($(cat plan))
 exit "${words[$(wc -l < steps) - 1]}"
 """
-SQUEUE = """\
-#!/bin/bash
-case $* in *%T*) echo RUNNING;; *%e*) echo "$END";; esac
-"""
-SCONTROL = """\
-#!/bin/bash
-printf '%s\\n' n1 n2 n3
-"""
+SQUEUE = 'case $* in *%T*) echo RUNNING;; *%e*) echo "$END";; esac'
+SCONTROL = "printf '%s\\n' n1 n2 n3"
 
 
 def run(
     folder: Path, plan: str, scheduler: str = "slurm", bad: str = "", end: str = "", **launch: Any
 ) -> tuple[int, list[str]]:
     """Runs two nodes of an allocation of n1, n2 and n3; gives the exit code and the steps."""
-    fields = {"scheduler": scheduler, "python": "python3", "scratch": f"{folder}/s", **launch}
-    cluster = Cluster(gpu="cpu", launch=Launch.model_validate(fields))
-    job = Job("run", cluster, 2, 1, ("train",), folder / "runs/run", "test")
-    logs = job.folder / "logs"
-    logs.mkdir(parents=True, exist_ok=True)
+    job = build_job(folder, {"scheduler": scheduler, **launch}, n_nodes=2)
+    job.folder.mkdir(parents=True, exist_ok=True)
     (job.folder / "bad_nodes").write_text(bad)
-    job.script_path.write_text(render(job))
-    programs = folder / "bin"
-    programs.mkdir(exist_ok=True)
-    for name, text in {
-        "srun": STEP, "mpiexec.hydra": STEP, "squeue": SQUEUE, "scontrol": SCONTROL
-    }.items():  # fmt: skip
-        (programs / name).write_text(text)
-        (programs / name).chmod(0o755)
+    programs = {"srun": STEP, "mpiexec.hydra": STEP, "squeue": SQUEUE, "scontrol": SCONTROL}
+    for name, text in programs.items():
+        write_program(folder / "bin" / name, text)
     (folder / "plan").write_text(plan)
     (folder / "steps").write_text("")
     (folder / "nodes").write_text("n1.site\nn2.site\nn3.site\n")
-    given = {
-        "PATH": f"{programs}:{os.environ['PATH']}",
-        "SLURM_JOB_ID": "1",
-        "SLURM_JOB_NODELIST": "n[1-3]",
-        "PBS_JOBID": "1",
-        "PBS_NODEFILE": str(folder / "nodes"),
-        "END": end,
-    }
-    done = subprocess.run(
-        ["bash", str(job.script_path), "here"],
-        env=given,
-        capture_output=True,
-        timeout=WATCHDOG_SECONDS,
-    )
+    given = {"PBS_JOBID": "1", "PBS_NODEFILE": str(folder / "nodes"), "END": end}
+    given["SLURM_JOB_NODELIST"] = "n[1-3]"
+    done = run_job(job, "here", programs=folder / "bin", **given)
     steps = (folder / "steps").read_text().splitlines()
     return done.returncode, [each for each in steps if "rm -rf" not in each]
 

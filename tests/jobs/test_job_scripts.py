@@ -8,15 +8,14 @@ import shutil
 import stat
 import subprocess
 import sys
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 from tests.golden.render_jobs import FOLDER, GOLDEN, RECIPES, ROOT, all_jobs, golden_files
-from tests.waiting import WATCHDOG_SECONDS
+from tests.jobs.scripts import RUN_LAST, SSH, build_job, run_job, write_program
 
-from trainyard.config.cluster import Cluster, Launch, cpu_mask, expand_cpus, read_cluster
+from trainyard.config.cluster import cpu_mask, expand_cpus, read_cluster
 from trainyard.errors import GuardError
 from trainyard.jobs.job import Job
 from trainyard.jobs.script import render, render_header
@@ -143,54 +142,28 @@ def test_scripts_restart_as_training_itself_does(tmp_path: Path, ends: str, is_l
 
 
 def nasty_job(folder: Path, scheduler: str, **launch: Any) -> Job:
-    table = Launch(
-        scheduler=scheduler,  # type: ignore[arg-type]
-        environment={"GREETING": NASTY},
-        scratch=str(folder / NASTY / "scratch"),
-        **launch,
-    )
-    return Job(
-        name="nasty",
-        cluster=Cluster(gpu="cpu", launch=table),
-        n_nodes=1,
-        n_ranks_per_node=1,
+    given = {"environment": {"GREETING": NASTY}, "scratch": str(folder / NASTY / "scratch")}
+    return build_job(
+        folder,
+        {"scheduler": scheduler, **given, **launch},
         arguments=("train", NASTY),
         folder=folder / NASTY / "runs" / "nasty",
         made_by=f"trainyard launch {NASTY}\ntouch marker",
     )
 
 
-def write_program(path: Path, body: str) -> str:
-    path.write_text(f"#!/bin/bash\n{body}\n")
-    path.chmod(0o755)
-    return str(path)
-
-
 @pytest.mark.parametrize("scheduler", ["local", "slurm", "mpi", "ssh"])
 def test_nothing_in_a_value_is_obeyed(tmp_path: Path, scheduler: str) -> None:
-    """The launchers are stand-ins that run the command of a rank as it comes to them."""
     programs = tmp_path / "bin"
-    programs.mkdir()
     python = write_program(
         programs / "a python",
         f'printf \'%s|%s|%s|%s\' "$GREETING" "$TRITON_CACHE_DIR" "$PWD" "$5" > {tmp_path}/out',
     )
-    run_last = 'case $* in *bash\\ -c*) exec bash -c "${@: -1}";; esac'
     for name in ("srun", "mpiexec", "mpiexec.hydra"):
-        write_program(programs / name, run_last)
-    write_program(programs / "ssh", 'while [ "$1" != n1 ]; do shift; done; shift; bash -c "$*"')
+        write_program(programs / name, RUN_LAST)
+    write_program(programs / "ssh", SSH)
     hosts = {"hosts": ["n1"]} if scheduler in ("mpi", "ssh") else {}
-    job = nasty_job(tmp_path, scheduler, python=python, **hosts)
-    job.folder.mkdir(parents=True)
-    job.script_path.write_text(render(job))
-    given = {"PATH": f"{programs}:{os.environ['PATH']}", "SLURM_JOB_ID": "1"}
-    done = subprocess.run(
-        ["bash", str(job.script_path)],
-        env=given,
-        capture_output=True,
-        text=True,
-        timeout=WATCHDOG_SECONDS,
-    )
+    done = run_job(nasty_job(tmp_path, scheduler, python=python, **hosts), programs=programs)
     assert done.returncode == 0, done.stderr
     greeting, cache, folder, argument = (tmp_path / "out").read_text().split("|")
     assert (greeting, folder, argument) == (NASTY, str(tmp_path / NASTY), NASTY)
@@ -215,13 +188,9 @@ def test_nccl_warns_unless_told_otherwise(
     gpu: str, file: dict[str, str], user: dict[str, str], expected: str, tmp_path: Path
 ) -> None:
     python = write_program(tmp_path / "python", f"echo -n $NCCL_DEBUG > {tmp_path}/out")
-    write_program(tmp_path / "srun", 'case $* in *bash\\ -c*) exec bash -c "${@: -1}";; esac')
-    launch = {"scheduler": "slurm", "python": python, "scratch": f"{tmp_path}/s"}
-    cluster = Cluster(gpu=gpu, launch=Launch.model_validate(launch | {"environment": file}))
-    job = Job("run", cluster, 1, 1, ("train",), tmp_path / "runs/run", "test")
-    job.folder.mkdir(parents=True)
-    given = {"PATH": f"{tmp_path}:{os.environ['PATH']}", "SLURM_JOB_ID": "1", **user}
-    subprocess.run(["bash", "-c", render(job)], env=given, timeout=WATCHDOG_SECONDS, check=True)
+    write_program(tmp_path / "srun", RUN_LAST)
+    job = build_job(tmp_path, {"python": python, "environment": file}, gpu)
+    assert run_job(job, programs=tmp_path, **user).returncode == 0
     assert (tmp_path / "out").read_text() == expected
 
 
@@ -237,16 +206,8 @@ def test_compiled_code_of_others_is_not_loaded(tmp_path: Path, is_link: bool) ->
     else:
         pytest.skip("root alone gives folders away")
     python = write_program(tmp_path / "python", f"touch {tmp_path}/marker")
-    write_program(tmp_path / "srun", 'case $* in *bash\\ -c*) exec bash -c "${@: -1}";; esac')
-    job = nasty_job(tmp_path, "slurm", python=python)
-    job.folder.mkdir(parents=True)
-    done = subprocess.run(
-        ["bash", "-c", render(job)],
-        env={"PATH": f"{tmp_path}:{os.environ['PATH']}", "SLURM_JOB_ID": "1"},
-        capture_output=True,
-        text=True,
-        timeout=WATCHDOG_SECONDS,
-    )
+    write_program(tmp_path / "srun", RUN_LAST)
+    done = run_job(nasty_job(tmp_path, "slurm", python=python), programs=tmp_path)
     assert done.returncode == 2
     assert "trainyard-1-0 belongs to another user, or cannot be created" in done.stderr
     assert not (tmp_path / "marker").exists()
@@ -255,25 +216,13 @@ def test_compiled_code_of_others_is_not_loaded(tmp_path: Path, is_link: bool) ->
 def test_containers_take_values_as_they_are(tmp_path: Path) -> None:
     container = {"image": NASTY, "mounts": [NASTY.replace("\\", "")], "options": ["--nv"]}
     for runtime in ("apptainer", "pyxis"):
-        cluster = Cluster.model_validate(
-            {"gpu": "cpu", "launch": {
-                "scheduler": "slurm", "container": {"runtime": runtime, **container}
-            }}
-        )  # fmt: skip
-        job = replace(nasty_job(tmp_path, "slurm"), cluster=cluster)
-        job.folder.mkdir(parents=True, exist_ok=True)
+        job = nasty_job(tmp_path, "slurm", container={"runtime": runtime, **container})
         programs = tmp_path / runtime
-        programs.mkdir()
-        write_program(
-            programs / "srun", f'printf \'%s\\n\' "$@" >> {programs}/out; bash -c "${{@: -1}}"'
-        )
-        write_program(programs / "apptainer", f"printf '%s\\n' \"$@\" >> {programs}/out")
+        show = f"printf '%s\\n' \"$@\" >> {programs}/out"
+        write_program(programs / "srun", f'{show}; bash -c "${{@: -1}}"')
+        write_program(programs / "apptainer", show)
         write_program(programs / "python3", "exit 0")
-        given = {"PATH": f"{programs}:{os.environ['PATH']}", "SLURM_JOB_ID": "1"}
-        subprocess.run(
-            ["bash", "-c", render(job)], env=given, timeout=WATCHDOG_SECONDS, capture_output=True
-        )
+        run_job(job, programs=programs)
         words = (programs / "out").read_text().splitlines()
-        is_pyxis = runtime == "pyxis"
-        assert (f"--container-image={NASTY}" if is_pyxis else NASTY) in words
+        assert (f"--container-image={NASTY}" if runtime == "pyxis" else NASTY) in words
         assert not list(tmp_path.rglob("marker")), "something was obeyed"

@@ -12,19 +12,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.jobs.scripts import RUN_LAST, SSH, build_job, run_job, write_program
 from tests.launch.test_installed import SOURCES, write_package
-from tests.waiting import WATCHDOG_SECONDS
-
-from trainyard.config.cluster import Cluster, Launch
-from trainyard.jobs.job import Job
-from trainyard.jobs.script import render
 
 HINT = (
     "hint: install Trainyard and torch for Python 3.11 or newer (docs/installing.md), or set "
     "python or the image in the cluster file; then launch again\n"
 )
-SSH = '#!/bin/bash\nwhile [ "$1" != n1 ]; do shift; done; shift; exec bash -c "$*"\n'
-SRUN = '#!/bin/bash\nexec bash -c "${@: -1}"\n'
 WAYS: dict[str, dict[str, Any]] = {
     "local": {},
     "slurm": {},
@@ -33,35 +27,20 @@ WAYS: dict[str, dict[str, Any]] = {
 }
 
 
-def write_program(path: Path, text: str) -> str:
-    path.write_text(text)
-    path.chmod(0o755)
-    return str(path)
-
-
 def run(
-    folder: Path, scheduler: str, python: str, is_stage: bool = False, **launch: Any
-) -> subprocess.CompletedProcess[str]:
+    folder: Path, scheduler: str, python: str, is_stage: bool = False, srun: str = RUN_LAST,
+    **launch: Any,
+) -> subprocess.CompletedProcess[str]:  # fmt: skip
     """Runs a job of two ranks, or a stage, by its script."""
-    fields = {"scheduler": scheduler, "python": python, "scratch": f"{folder}/scratch", **launch}
-    cluster = Cluster(gpu="cpu", launch=Launch.model_validate(fields | WAYS[scheduler]))
-    n_ranks = 1 if is_stage else 2
-    job = Job("run", cluster, 1, n_ranks, ("train",), folder / "runs/run", "test", is_stage)
-    job.script_path.parent.mkdir(parents=True)
-    (job.folder / "logs").mkdir()
-    job.script_path.write_text(render(job))
-    programs = folder / "bin"
-    programs.mkdir()
-    write_program(programs / "ssh", SSH)
-    write_program(programs / "srun", SRUN)
-    write_program(programs / "scontrol", '#!/bin/bash\necho "scontrol $*"\n')
-    return subprocess.run(
-        ["bash", str(job.script_path)],
-        env=os.environ | {"PATH": f"{programs}:{os.environ['PATH']}", "SLURM_JOB_ID": "1"},
-        capture_output=True,
-        text=True,
-        timeout=WATCHDOG_SECONDS,
-    )
+    fields = {"scheduler": scheduler, "python": python, **launch, **WAYS[scheduler]}
+    job = build_job(folder, fields, n_ranks_per_node=1 if is_stage else 2, is_stage=is_stage)
+    programs = {"ssh": SSH, "srun": srun, "scontrol": 'echo "scontrol $*"'}
+    for name, text in programs.items():
+        write_program(folder / "bin" / name, text)
+    path = f"{folder}/bin:{os.environ['PATH']}"
+    given = {**os.environ, "PATH": path}
+    done: subprocess.CompletedProcess[str] = run_job(job, programs=folder / "bin", **given)
+    return done
 
 
 def assert_held(done: subprocess.CompletedProcess[str], problem: str) -> None:
@@ -73,16 +52,13 @@ def assert_held(done: subprocess.CompletedProcess[str], problem: str) -> None:
     assert "Traceback" not in said
 
 
-def test_a_rank_that_a_launcher_starts_late_is_held_too(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    late = '#!/bin/bash\nRANK_HERE=0 bash -c "${@: -1}"\nexec bash -c "${@: -1}"\n'
-    monkeypatch.setattr(f"{__name__}.SRUN", late)
+def test_a_rank_that_a_launcher_starts_late_is_held_too(tmp_path: Path) -> None:
+    late = 'RANK_HERE=0 bash -c "${@: -1}"\nexec bash -c "${@: -1}"'
     python = (
-        '#!/bin/bash\n[ "$RANK_HERE" != 0 ] || exec /opt/nothing/python\n'
-        f'case "$*" in *launch.installed*) ;; *) touch "{tmp_path}/trains" ;; esac\n'
+        '[ "$RANK_HERE" != 0 ] || exec /opt/nothing/python\n'
+        f'case "$*" in *launch.installed*) ;; *) touch "{tmp_path}/trains" ;; esac'
     )
-    done = run(tmp_path, "slurm", write_program(tmp_path / "python", python))
+    done = run(tmp_path, "slurm", write_program(tmp_path / "python", python), srun=late)
     assert_held(done, f"{tmp_path}/python: ")
     assert not (tmp_path / "trains").exists()
 
@@ -100,7 +76,7 @@ def test_no_trainyard(scheduler: str, tmp_path: Path, request: pytest.FixtureReq
     if scheduler == "mpi":
         request.getfixturevalue("mpiexec")
     python = write_program(
-        tmp_path / "python", f'#!/bin/bash\nunset PYTHONPATH\nexec {sys.executable} -S "$@"\n'
+        tmp_path / "python", f'unset PYTHONPATH\nexec {sys.executable} -S "$@"\n'
     )
     done = run(tmp_path, scheduler, python)
     assert_held(done, f"{python}: ")
@@ -113,7 +89,7 @@ def test_no_trainyard(scheduler: str, tmp_path: Path, request: pytest.FixtureReq
 def test_a_python_that_is_too_old(tmp_path: Path) -> None:
     """What Python 3.10 says of -P, which came with 3.11."""
     says = "unknown option -P\nusage: python3 [option] ... [-c cmd | -m mod | file | -] [arg] ..."
-    python = write_program(tmp_path / "python", f"#!/bin/bash\necho '{says}' >&2\nexit 2\n")
+    python = write_program(tmp_path / "python", f"echo '{says}' >&2\nexit 2\n")
     assert_held(run(tmp_path, "slurm", python), f"{python}: unknown option -P usage: python3 ")
 
 
@@ -122,7 +98,7 @@ def test_an_old_torch(tmp_path: Path) -> None:
     write_package(tmp_path / "site", "torch", "2.7.0")
     python = write_program(
         tmp_path / "python",
-        f'#!/bin/bash\nPYTHONPATH={tmp_path}/site:{SOURCES} exec {sys.executable} "$@"\n',
+        f'PYTHONPATH={tmp_path}/site:{SOURCES} exec {sys.executable} "$@"\n',
     )
     done = run(tmp_path, "slurm", python)
     problem = "torch 2.7.0 is installed, but Trainyard needs torch<2.15,>=2.11"
@@ -139,8 +115,7 @@ def test_no_container_runtime(tmp_path: Path) -> None:
 
 def run_failing(folder: Path, code: int, says: str) -> subprocess.CompletedProcess[str]:
     """Runs a job whose Apptainer ends so, for the check and for the ranks."""
-    (folder / "first").mkdir()
-    write_program(folder / "first/apptainer", f"#!/bin/bash\necho '{says}' >&2\nexit {code}\n")
+    write_program(folder / "first/apptainer", f"echo '{says}' >&2\nexit {code}\n")
     container = {"runtime": "apptainer", "image": "/images/some.sif"}
     python, setup = "/opt/some/python", (f"PATH={folder}/first:$PATH",)
     return run(folder, "slurm", python, container=container, setup=setup)
@@ -180,10 +155,7 @@ def test_a_failure_that_may_pass(code: int, says: str, tmp_path: Path) -> None:
 
 def test_a_run_folder_that_the_node_cannot_write(tmp_path: Path) -> None:
     """Then all ranks speak."""
-    text = '#!/bin/bash\nrm -rf runs/run/logs; touch runs/run/logs; exec bash -c "${@: -1}"\n'
-    programs = tmp_path / "first"
-    programs.mkdir()
-    write_program(programs / "srun", text)
-    done = run(tmp_path, "slurm", "/opt/nothing/python", setup=(f"PATH={programs}:$PATH",))
+    srun = 'rm -rf runs/run/logs; touch runs/run/logs; exec bash -c "${@: -1}"'
+    done = run(tmp_path, "slurm", "/opt/nothing/python", srun=srun)
     assert done.returncode == 93
     assert f"error: {socket.gethostname()}: /opt/nothing/python: " in done.stderr

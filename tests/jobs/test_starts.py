@@ -5,16 +5,15 @@ from __future__ import annotations
 import json
 import os
 import re
-import shutil
 import signal
 import subprocess
 from pathlib import Path
-from typing import Literal
+from typing import Any
 
 import pytest
+from tests.jobs.scripts import SSH, build_job, run_job, write_program
 from tests.waiting import WATCHDOG_SECONDS, wait_until
 
-from trainyard.config.cluster import Cluster, Launch
 from trainyard.jobs.job import Job
 from trainyard.jobs.script import render
 from trainyard.jobs.status import Submission, read_current, write_submission
@@ -46,41 +45,23 @@ exit "$code"
 
 @pytest.fixture
 def folder(tmp_path: Path, mpiexec: list[str]) -> Path:
+    write_program(tmp_path / "rank", RANK)
     (tmp_path / "runs" / "run").mkdir(parents=True)
-    rank = tmp_path / "rank"
-    rank.write_text(f"#!/bin/bash\n{RANK}")
-    rank.chmod(0o755)
     return tmp_path
 
 
-def write_script(
-    folder: Path, hosts: tuple[str, ...] = ("localhost",), scheduler: Literal["mpi", "ssh"] = "mpi"
-) -> Path:
-    launch = Launch(
-        scheduler=scheduler,
-        hosts=hosts,
-        options=("-launcher fork",) if scheduler == "mpi" else (),
-        python=str(folder / "rank"),
-        scratch=str(folder / "scratch"),
-    )
-    return write_job(folder, launch)
-
-
-def write_job(folder: Path, launch: Launch, needs: tuple[str, ...] = ()) -> Path:
-    cluster, runs = Cluster(gpu="cpu", launch=launch), folder / "runs" / "run"
-    job = Job("run", cluster, 1, 1, ("train",), runs, "test", needs=needs)
-    path = folder / "job.sh"
-    path.write_text(render(job))
-    return path
+def job_of(folder: Path, scheduler: str = "mpi", needs: tuple[str, ...] = (), **launch: Any) -> Job:
+    hosts = {"mpi": {"options": ("-launcher fork",)}, "ssh": {}, "pbs": {}}[scheduler]
+    if scheduler != "pbs":
+        hosts |= {"hosts": ("localhost",)}
+    given = {"scheduler": scheduler, "python": str(folder / "rank"), **hosts, **launch}
+    return build_job(folder, given, needs=needs)
 
 
 def run(folder: Path, plan: str, hosts: tuple[str, ...] = ("localhost",)) -> tuple[int, str]:
     """Runs the script; gives its exit code, and the codes of all ends."""
     (folder / "plan").write_text(plan)
-    script = write_script(folder, hosts)
-    done = subprocess.run(
-        ["bash", str(script)], capture_output=True, text=True, timeout=WATCHDOG_SECONDS
-    )
+    done = run_job(job_of(folder, hosts=hosts), programs=folder, **os.environ)
     log = (folder / "runs" / "run" / "starts.log").read_text()
     return done.returncode, " ".join(re.findall(r" end \S+ (\d+)", log))
 
@@ -146,20 +127,17 @@ def test_a_person_stops_it(
     folder: Path,
     monkeypatch: pytest.MonkeyPatch,
     number: signal.Signals,
-    scheduler: Literal["mpi", "ssh"],
+    scheduler: str,
 ) -> None:
     """The ranks are asked to save, and are not started again."""
-    ssh = '#!/bin/bash\nwhile [ "$1" != localhost ]; do shift; done; shift; exec bash -c "$*"\n'
-    (folder / "ssh").write_text(ssh)
-    (folder / "ssh").chmod(0o755)
+    write_program(folder / "ssh", SSH.replace("n1", "localhost"))
     monkeypatch.setenv("PATH", f"{folder}:{os.environ['PATH']}")
     rank = "[ $3 != trainyard.launch.installed ] || exit 0\n"
-    rank += (
-        "trap 'echo saved > saved; exit 75' USR1\necho > ready\nwhile true; do sleep 0.1; done\n"
-    )
-    (folder / "rank").write_text(f"#!/bin/bash\n{rank}")
-    script = write_script(folder, scheduler=scheduler)
-    shutil.copy(script, folder / "runs" / "run")
+    rank += "trap 'echo saved > saved; exit 75' USR1\necho > ready\nwhile true; do sleep 0.1; done"
+    write_program(folder / "rank", rank)
+    job = job_of(folder, scheduler)
+    job.script_path.write_text(render(job))
+    script = job.script_path
     with subprocess.Popen(["bash", str(script)], start_new_session=True) as running:
         wait_until((folder / "ready").exists)
         os.killpg(running.pid, number)
@@ -169,10 +147,11 @@ def test_a_person_stops_it(
 
 
 def test_a_folder_that_cannot_be_written(folder: Path) -> None:
-    (folder / "runs" / "run" / "logs").write_text("in the way")
-    script = write_script(folder)
+    job = job_of(folder)
+    (job.folder / "logs").write_text("in the way")
+    job.script_path.write_text(render(job))
     done = subprocess.run(
-        ["bash", str(script)], capture_output=True, text=True, timeout=WATCHDOG_SECONDS
+        ["bash", job.script_path], capture_output=True, text=True, timeout=WATCHDOG_SECONDS
     )
     assert done.returncode == 2
     assert f"cannot write to {folder}/runs/run" in done.stderr
@@ -181,23 +160,13 @@ def test_a_folder_that_cannot_be_written(folder: Path) -> None:
 
 def run_as_pbs_does(folder: Path, plan: str, nodes: str = "localhost\n") -> tuple[int, str]:
     """Runs a job of one node; gives its exit code, and what qsub was told."""
-    launch = Launch(
-        scheduler="pbs", time="01:00:00", python=str(folder / "rank"), scratch=f"{folder}/scratch"
-    )
-    script = write_job(folder, launch, needs=("data/corpus.json",))
+    job = job_of(folder, "pbs", ("data/corpus.json",), time="01:00:00")
     (folder / "plan").write_text(plan)
     (folder / "nodes").write_text(nodes)
-    (folder / "qsub").write_text('#!/bin/bash\necho "$@" > told; echo hello; echo 4712.server\n')
-    (folder / "qsub").chmod(0o755)
-    given = os.environ | {
-        "PATH": f"{folder}:{os.environ['PATH']}",
-        "PBS_JOBID": "4711[].server",
-        "PBS_NODEFILE": str(folder / "nodes"),
-        "HYDRA_LAUNCHER": "fork",
-    }
-    done = subprocess.run(
-        ["bash", str(script)], env=given, capture_output=True, timeout=WATCHDOG_SECONDS
-    )
+    write_program(folder / "qsub", 'echo "$@" > told; echo hello; echo 4712.server')
+    given = os.environ | {"PATH": f"{folder}:{os.environ['PATH']}", "HYDRA_LAUNCHER": "fork"}
+    given |= {"PBS_JOBID": "4711[].server", "PBS_NODEFILE": str(folder / "nodes")}
+    done = run_job(job, programs=folder, **given)
     told = folder / "told"
     return done.returncode, told.read_text() if told.exists() else ""
 
