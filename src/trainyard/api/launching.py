@@ -35,15 +35,10 @@ from trainyard.data.patterns import could_match, find_token_files, is_pattern
 from trainyard.data.vocabulary import load_vocabulary
 from trainyard.errors import ConfigError, DataError, LaunchError, MachineError, explain_failure
 from trainyard.files import publish_text
+from trainyard.jobs import status
 from trainyard.jobs.job import Job
 from trainyard.jobs.schedulers import SCHEDULERS, BatchScheduler
 from trainyard.jobs.script import check_job, check_machine, render
-from trainyard.jobs.status import (
-    Submission,
-    describe_submission,
-    refuse_second,
-    write_submission,
-)
 from trainyard.launch.environment import refuse_secrets
 from trainyard.launch.local import POLL_SECONDS, signal_name
 from trainyard.launch.signals import note_signals
@@ -208,9 +203,9 @@ def start_jobs(request: Request, run: Run, jobs: dict[str, Job]) -> str:
     *_, last = jobs.values()
     name = last.cluster.launch.scheduler
     scheduler = SCHEDULERS[name]
-    record = Submission(cluster=request.cluster, scheduler=name, n_nodes=last.n_nodes)
+    record = status.Submission(cluster=request.cluster, scheduler=name, n_nodes=last.n_nodes)
     if not isinstance(scheduler, BatchScheduler) or request.is_here:
-        write_submission(last.folder, record)
+        status.write_submission(last.folder, record)
         words = ["here"] if request.is_here else []
         for stage, job in jobs.items():
             if stage == "train":
@@ -225,8 +220,8 @@ def start_jobs(request: Request, run: Run, jobs: dict[str, Job]) -> str:
         return "\n".join(f"{stage}: job {number}" for stage, number in ids.items())
     number = ids.pop("train")
     record = record.model_copy(update={"job": number, "waits_for": ids})
-    write_submission(last.folder, record)
-    return describe_submission(last.name, record, last.folder / scheduler.log(number))
+    status.write_submission(last.folder, record)
+    return status.describe_submission(last.name, record, last.folder / scheduler.log(number))
 
 
 def _make_data_folder(data_file: Path) -> None:
@@ -250,7 +245,7 @@ def _write_folder(run: Run, jobs: dict[str, Job], scripts: dict[str, str]) -> No
     from trainyard.training.run_folder import begun_run, open_run, write_run_folder
 
     folder = next(iter(jobs.values())).folder
-    refuse_second(folder)
+    status.refuse_second(folder)
     hint = "launch in a writable folder that every node of the cluster sees"
     with explain_failure(f"{folder} cannot be written", hint):
         for job in jobs.values():

@@ -78,26 +78,12 @@ class Report:
 
 def render_plan(report: Report) -> Text:
     """Renders a plan as a table."""
-    text = Text(report.run.name, style="bold")
-    text.append(f" on {describe_devices(report.machine, report.plan.n_ranks)}", style="not bold")
-    sections = (_size, _memory, _traffic, _time, _whole_run, _data)
-    for section in sections:
+    devices = describe_devices(report.machine, report.plan.n_ranks)
+    text = Text.assemble((report.run.name, "bold"), f" on {devices}")
+    for section in (_size, _memory, _traffic, _time, _whole_run, _data, _remedies):
         for title, line in section(report):
-            _append(text, title, line)
-    if report.remedies:
-        _append(text, "to make it fit", "cheapest step first:")
-        for remedy in report.remedies:
-            time, n = remedy.candidate.time, remedy.candidate.plan.n_ranks
-            left = format_bytes(remedy.candidate.memory.peak_bytes)
-            many = f" on {n:,} devices" if n != report.plan.n_ranks else ""
-            _append(
-                text, "", f"  {remedy.change}: {describe_step(time.seconds)} per step{many}, {left}"
-            )
+            text.append(f"\n{title:<15}", "cyan").append(line)
     return text
-
-
-def _append(text: Text, title: str, line: str) -> None:
-    text.append(f"\n{title:<15}", style="cyan not bold").append(line, style="not bold")
 
 
 def describe_devices(machine: Machine | None, n_devices: int) -> str:
@@ -111,31 +97,32 @@ def describe_devices(machine: Machine | None, n_devices: int) -> str:
 
 def _size(report: Report) -> Iterator[tuple[str, str]]:
     run, plan = report.run, report.plan
-    yield "layout", describe_layout(run, plan.topology)
-    m = run.train.global_batch_size // run.train.micro_batch_size // plan.topology.data
+    topology, train = plan.topology, run.train
+    yield "layout", describe_layout(run, topology)
+    n_micro = train.global_batch_size // train.micro_batch_size // topology.data
+    batches = "micro batch" if n_micro == 1 else "micro batches"
+    each = f" on each of {topology.data:,} data parallel ranks" if topology.data > 1 else ""
     yield (
         "batch",
-        (
-            f"{format_number(run.train.global_batch_size, 'sequence')}: {m:,} micro "
-            f"batch{'' if m == 1 else 'es'} of {run.train.micro_batch_size}"
-            + (f" on each of {plan.topology.data:,} data parallel ranks" * (plan.topology.data > 1))
-        ),
+        f"{format_number(train.global_batch_size, 'sequence')}: {n_micro:,} {batches} of "
+        f"{train.micro_batch_size}{each}",
     )
-    held = [held_parameters(run, plan, rank) for rank in range(plan.topology.pipeline)]
+    held = held_parameters(run, plan)
     of_rank = f"; {max(held):,} on a rank" if max(held) < plan.n_parameters else ""
     yield "parameters", f"{plan.n_parameters:,} ({format_large(plan.n_parameters)}){of_rank}"
     if len(held) > 1:
-        counts = _repeats([format_large(n * plan.topology.tensor) for n in held])
+        counts = _repeats([format_large(n * topology.tensor) for n in held])
         yield "", f"by pipeline rank, all tensor ranks together: {counts}"
 
 
-def held_parameters(run: Run, plan: Plan, pipeline_rank: int) -> int:
-    """Counts the parameters that one rank computes with, before ZeRO shards them."""
-    return sum(
-        count_values(stage_layers(run.model, plan.padded_vocabulary_size, blocks, tensor))
-        for tensor in [plan.topology.tensor]
-        for blocks in plan.stages[pipeline_rank :: plan.topology.pipeline]
-    )
+def held_parameters(run: Run, plan: Plan) -> list[int]:
+    """Counts the parameters that a rank computes with, before ZeRO, by pipeline rank."""
+    padded, topology = plan.padded_vocabulary_size, plan.topology
+    by_stage = [
+        count_values(stage_layers(run.model, padded, blocks, topology.tensor))
+        for blocks in plan.stages
+    ]
+    return [sum(by_stage[rank :: topology.pipeline]) for rank in range(topology.pipeline)]
 
 
 def _repeats(texts: Sequence[str]) -> str:
@@ -147,25 +134,23 @@ def _repeats(texts: Sequence[str]) -> str:
 def _memory(report: Report) -> Iterator[tuple[str, str]]:
     busiest, spare = report.busiest, report.spare_bytes
     verdict = format_bytes(busiest.peak_bytes)
-    if spare is not None and report.machine:
-        usable = format_bytes(usable_bytes(report.machine) or 0)
-        verdict += (
-            f" of {usable}: fits, {format_bytes(spare)} to spare"
-            if spare >= 0
-            else f" of {usable}: DOES NOT FIT, {format_bytes(-spare)} too much"
-        )
+    if spare is not None:
+        usable = format_bytes(busiest.peak_bytes + spare)
+        fits = f"fits, {format_bytes(spare)} to spare"
+        too_much = f"DOES NOT FIT, {format_bytes(-spare)} too much"
+        verdict += f" of {usable}: {fits if spare >= 0 else too_much}"
     yield "memory", verdict
     if len(report.memories) > 1:
         others = _repeats([f"{memory.peak_bytes / 2**30:.1f}" for memory in report.memories])
         yield "", f"of pipeline rank {busiest.pipeline_rank}; by pipeline rank: {others} GiB"
-    yield from _bars({name: float(size) for name, size in busiest.items.items()}, format_bytes)
+    yield from _bars(busiest.items, format_bytes)
     if busiest.host_bytes:
         yield "", f"  and {format_bytes(busiest.host_bytes)} of host memory for saving"
 
 
 def _bars(values: Mapping[str, float], form: Any) -> Iterator[tuple[str, str]]:
     """Draws amounts as bars; the longest has the full width."""
-    most = max(values.values(), default=0.0)
+    most = max(values.values(), default=0)
     width = min(BAR_WIDTH, max(4, shutil.get_terminal_size((WIDEST, 0)).columns - TEXT_WIDTH))
     for name, value in values.items():
         if value > 0:
@@ -186,10 +171,8 @@ def link_of(traffic: Traffic, plan: Plan, machine: Machine | None) -> str:
     """Describes the link that an axis communicates over."""
     if machine is None:
         return ""
-    sizes = dict(zip(AXES, astuple(plan.topology), strict=True))
     place = 1 if traffic.axis == "stage" else AXES.index(traffic.axis)
-    span = math.prod(sizes[axis] for axis in AXES[place:])
-    inside = span <= machine.devices_per_node
+    inside = math.prod(astuple(plan.topology)[place:]) <= machine.devices_per_node
     speed = machine.link_bytes_per_second if inside else machine.network_bytes_per_second
     return f"  {'inside nodes' if inside else 'across nodes'}, {speed / 1e9:g} GB/s"
 
@@ -302,11 +285,21 @@ def _data(report: Report) -> Iterator[tuple[str, str]]:
         yield title, f"{unknown[0].prefix}{more}: epochs unknown, some token files are missing"
 
 
+def _remedies(report: Report) -> Iterator[tuple[str, str]]:
+    if report.remedies:
+        yield "to make it fit", "cheapest step first:"
+    for remedy in report.remedies:
+        candidate = remedy.candidate
+        step, n = describe_step(candidate.time.seconds), candidate.plan.n_ranks
+        more = f" on {n:,} devices" if n != report.plan.n_ranks else ""
+        left = format_bytes(candidate.memory.peak_bytes)
+        yield "", f"  {remedy.change}: {step} per step{more}, {left}"
+
+
 def describe_step(seconds: float) -> str:
     """Formats the time of a step, with more digits than a duration."""
-    return (
-        f"{format_figure(seconds)} s" if seconds >= 0.1 else f"{format_figure(1000 * seconds)} ms"
-    )
+    is_long = seconds >= 0.1
+    return f"{format_figure(seconds)} s" if is_long else f"{format_figure(1000 * seconds)} ms"
 
 
 def plan_as_json(report: Report) -> dict[str, Any]:
@@ -315,18 +308,15 @@ def plan_as_json(report: Report) -> dict[str, Any]:
     found: dict[str, Any] = {
         "run": run.name,
         "plan": plan.as_json(),
-        "machine": None
-        if machine is None
-        else {
+        "machine": machine
+        and {
             "name": machine.name,
             "device": machine.device.name,
             "devices_per_node": machine.devices_per_node,
         },
         "fits": report.fits,
         "usable_bytes": usable_bytes(machine) if machine else None,
-        "parameters_held": [
-            held_parameters(run, plan, rank) for rank in range(plan.topology.pipeline)
-        ],
+        "parameters_held": held_parameters(run, plan),
         "memory": [memory_as_json(memory) for memory in report.memories],
         "traffic": [asdict(each) for each in busiest_rank(run, plan)],
         "checkpoint_bytes": checkpoint_bytes(run, plan.n_parameters),
@@ -334,7 +324,7 @@ def plan_as_json(report: Report) -> dict[str, Any]:
     }
     if report.time is not None:
         between = [time.seconds for time, _ in report.extremes] or None
-        found["step"] = time_as_json(report.time) | speeds(report) | {"seconds_between": between}
+        found["step"] = asdict(report.time) | speeds(report) | {"seconds_between": between}
     if report.cost is not None:
         found["cost"] = {name: _finite(value) for name, value in asdict(report.cost).items()}
         between = [_finite(cost.seconds) for _, cost in report.extremes] or None
@@ -358,18 +348,4 @@ def _finite(value: Any) -> Any:
 
 def memory_as_json(memory: RankMemory) -> dict[str, Any]:
     """Returns the memory of a rank as JSON values."""
-    return {
-        "pipeline_rank": memory.pipeline_rank,
-        "items": dict(memory.items),
-        "peak_bytes": memory.peak_bytes,
-        "host_bytes": memory.host_bytes,
-    }
-
-
-def time_as_json(time: StepTime) -> dict[str, Any]:
-    """Returns the time of a step as JSON values."""
-    return {
-        "seconds": time.seconds,
-        "parts": dict(time.parts),
-        "stage_seconds": [list(passes) for passes in time.stage_seconds],
-    }
+    return asdict(memory) | {"peak_bytes": memory.peak_bytes}

@@ -100,27 +100,23 @@ def describe_layout_check(run: Run, check: LayoutCheck) -> str:
 
 def render_results(results: list[Result]) -> str:
     """Renders the differences of all layouts, in all precisions, as a table."""
-    lines = ["largest relative difference from the single device, over 3 steps"]
     titles = ("loss", "norm", "gradients", "weights", "bound")
-    lines.append(f"{'':18}" + "".join(f"{title:>11}" for title in titles))
+    lines = [
+        "largest relative difference from the single device, over 3 steps",
+        f"{'':18}" + "".join(f"{title:>11}" for title in titles),
+    ]
     layouts = list(dict.fromkeys(result.layout.model_dump_json() for result in results))
     for result in results:
         number = 1 + layouts.index(result.layout.model_dump_json())
-        difference = result.difference
-        verdict = "same" if result.is_same else "DIFFERENT"
-        if isinstance(difference, str):
-            row, verdict = f"{'-':>11}" * 5, f"{verdict}: {difference}"
+        found, verdict = result.difference, "same" if result.is_same else "DIFFERENT"
+        row = f"{'-':>11}" * len(titles)
+        if isinstance(found, str):
+            verdict += f": {found}"
         else:
-            numbers = (
-                difference.loss,
-                difference.norm,
-                difference.gradient,
-                difference.weight,
-                result.bound,
-            )
-            row = "".join(f"{each:>11.1e}" for each in numbers)
-            if difference.between_ranks:
-                verdict += f", copies on two ranks by {difference.between_ranks:.1e}"
+            figures = (found.loss, found.norm, found.gradient, found.weight, result.bound)
+            row = "".join(f"{figure:>11.1e}" for figure in figures)
+            if found.between_ranks:
+                verdict += f", copies on two ranks by {found.between_ranks:.1e}"
         lines.append(f"layout {number:<3}{result.precision:<8}{row}   {verdict}")
     return "\n".join(lines)
 
@@ -134,20 +130,18 @@ def refuse_differences(run: Run, results: list[Result]) -> None:
     wrong = [result for result in results if not result.is_same]
     if not wrong:
         return
-    kinds = list(dict.fromkeys(result.precision for result in wrong))
-    parallel = run.parallel
-    degrees = {"pipeline": 1, "context": 1, "tensor": 1, "data_replicate": 1, "zero_stage": 0}
-    cut = [
-        f"parallel.{name}={one}" for name, one in degrees.items() if getattr(parallel, name) > one
+    kinds = dict.fromkeys(result.precision for result in wrong)
+    whole = {"pipeline": 1, "context": 1, "tensor": 1, "data_replicate": 1, "zero_stage": 0}
+    axes = [
+        f"parallel.{name}={least}"
+        for name, least in whole.items()
+        if getattr(run.parallel, name) > least
     ]
     hint = "do not train in this layout on this machine: its torch or processor is at fault"
-    if cut:
-        hint += f"; to find the axis, repeat with {', or '.join(cut)}"
-    raise MachineError(
-        f"{run.name}: the layout does not compute what a single device computes "
-        f"({', '.join(kinds)})",
-        hint,
-    )
+    if axes:
+        hint += f"; to find the axis, repeat with {', or '.join(axes)}"
+    kind = f"a single device computes ({', '.join(kinds)})"
+    raise MachineError(f"{run.name}: the layout does not compute what {kind}", hint)
 
 
 @check.command(cls=Verb)
@@ -179,27 +173,22 @@ def data(
 
 
 def _describe_data(report: DataReport, tokenizer: str) -> dict[str, str]:
-    if report.has_record:
-        checksums = f"all {report.n_blocks:,} blocks match, {format_bytes(report.n_bytes)}"
-    else:
-        checksums = "none: without a .json the bytes cannot be verified"
-    made_by = "not compared: pass --tokenizer"
-    if tokenizer:
-        made_by = f"made by {tokenizer}" if report.has_record else f"{tokenizer}: all ids are valid"
-    unknown = "0 or more; the vocabulary is unknown"
     size = report.vocabulary_size
-    ends = "every document that is not empty has one" if report.ends_checked else "not expected"
-    if not report.has_record:
-        ends = "unknown: there is no .json"
-    return {
-        "checksums": checksums,
+    facts = {
+        "checksums": "none: without a .json the bytes cannot be verified",
         "documents": f"{report.documents:,}",
         "sequences": f"{report.sequences:,}",
         "tokens": f"{report.tokens:,}",
-        "token ids": unknown if size is None else f"0 to {size - 1}",
-        "document ends": ends,
-        "tokenizer": made_by,
+        "token ids": f"0 to {size - 1}" if size else "0 or more; the vocabulary is unknown",
+        "document ends": "unknown: there is no .json",
+        "tokenizer": f"{tokenizer}: all ids are valid",
     }
+    if report.has_record:
+        blocks = f"all {report.n_blocks:,} blocks match"
+        ends = "every document that is not empty has one" if report.ends_checked else "not expected"
+        facts["checksums"] = f"{blocks}, {format_bytes(report.n_bytes)}"
+        facts |= {"document ends": ends, "tokenizer": f"made by {tokenizer}"}
+    return facts if tokenizer else facts | {"tokenizer": "not compared: pass --tokenizer"}
 
 
 @check.command(cls=Verb)
@@ -286,43 +275,33 @@ def describe_checkpoint(manifest: Manifest) -> dict[str, str]:
     from trainyard.architecture import describe_parts
 
     run, sizes = manifest.build_run(), [file.n_bytes for file in manifest.files.values()]
-    n_chunks = sum(len(tensor.chunks) for tensor in manifest.tensors.values())
+    model, tensors = run.model, manifest.tensors
+    n_chunks = sum(len(tensor.chunks) for tensor in tensors.values())
+    weights = [tensor for name, tensor in tensors.items() if name.startswith("model.")]
+    n_values = sum(math.prod(weight.shape) for weight in weights)
+    dtypes = ", ".join(sorted({weight.dtype for weight in weights}))
+    shape = [format_number(model.n_layers, "block"), f"d_model {model.d_model}"]
+    shape += [f"{model.n_heads} heads", *describe_parts(model)]
+    names = ("trainyard", "torch", "python")
+    versions = [f"{name} {manifest.versions[name]}" for name in names if name in manifest.versions]
+    copied, path = manifest.tokenizer, run.tokenizer.path
+    tokenizer = f"{path}, not copied here" if path else "none"
     return {
         "run": f"{run.name}: {run.description}" if run.description else run.name,
         "step": f"{manifest.step:,}: {manifest.consumed_sequences:,} sequences, "
         f"{manifest.consumed_tokens:,} tokens",
-        "tensors": f"{len(manifest.tensors):,} in {n_chunks:,} chunks, "
+        "tensors": f"{len(tensors):,} in {n_chunks:,} chunks, "
         f"{format_number(len(sizes), 'file')}, {format_bytes(sum(sizes))}",
-        "model": ", ".join(
-            (
-                format_number(run.model.n_layers, "block"),
-                f"d_model {run.model.d_model}",
-                f"{run.model.n_heads} heads",
-                *describe_parts(run.model),
-                f"sequences of {run.model.sequence_length}",
-            )
-        ),
-        "weights": _describe_weights(manifest),
+        "model": ", ".join([*shape, f"sequences of {model.sequence_length}"]),
+        "weights": f"{len(weights):,} tensors, {format_large(n_values)} values, {dtypes}"
+        if weights
+        else "none",
         "optimizer": _describe_optimizer(manifest),
         "saved by": _describe_layout(manifest.plan),
-        "tokenizer": _describe_tokenizer(manifest),
-        "versions": ", ".join(
-            f"{name} {manifest.versions[name]}"
-            for name in ("trainyard", "torch", "python")
-            if name in manifest.versions
-        )
-        or "not recorded",
+        "tokenizer": f"a copy, fingerprint {copied.fingerprint[:16]}" if copied else tokenizer,
+        "versions": ", ".join(versions) or "not recorded",
         "data fingerprint": manifest.data_fingerprint or "none",
     }
-
-
-def _describe_weights(manifest: Manifest) -> str:
-    shapes = [t.shape for name, t in manifest.tensors.items() if name.startswith("model.")]
-    if not shapes:
-        return "none"
-    n_values = sum(math.prod(shape) for shape in shapes)
-    dtypes = {t.dtype for name, t in manifest.tensors.items() if name.startswith("model.")}
-    return f"{len(shapes):,} tensors, {format_large(n_values)} values, {', '.join(sorted(dtypes))}"
 
 
 def _describe_optimizer(manifest: Manifest) -> str:
@@ -349,10 +328,3 @@ def _describe_layout(plan: Mapping[str, object]) -> str:
     axes = " x ".join(f"{axis} {size}" for axis, size in sizes.items() if size > 1)
     n_ranks = math.prod(sizes.values())
     return f"{n_ranks:,} ranks, {axes}" if axes else "one rank"
-
-
-def _describe_tokenizer(manifest: Manifest) -> str:
-    if manifest.tokenizer is not None:
-        return f"a copy, fingerprint {manifest.tokenizer.fingerprint[:16]}"
-    path = manifest.build_run().tokenizer.path
-    return f"{path}, not copied here" if path else "none"

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import typer
 
-from trainyard.api.plan_table import describe_devices, describe_step, memory_as_json, time_as_json
+from trainyard.api.plan_table import describe_devices, describe_step, memory_as_json
 from trainyard.config import rules
 from trainyard.config.edit import set_fields
 from trainyard.config.load import LoadedRun, field_value, load_run, preset_names
@@ -20,15 +20,8 @@ from trainyard.errors import ConfigError, MachineError
 from trainyard.files import publish_text
 from trainyard.layout.ranks import describe_layout, is_legal
 from trainyard.log import print_lines
+from trainyard.planning import ladder
 from trainyard.planning.hardware import Machine, find_extremes
-from trainyard.planning.ladder import (
-    CHANGED_FIELDS,
-    Estimator,
-    TrainingEstimate,
-    count_parameters,
-    fewest_devices,
-    largest_model,
-)
 from trainyard.planning.search import (
     Candidate,
     explain_loss,
@@ -145,45 +138,38 @@ def _render_search(run: Run, machine: Machine, result: SearchResult) -> Text:
     """Renders the best layouts as a table, each with the reason it is slower than the first."""
     from rich.text import Text
 
-    first = result.candidates[0]
+    first, n = result.candidates[0], len(result.candidates)
     devices = describe_devices(machine, first.plan.n_ranks)
-    n = len(result.candidates)
     count = f"the {n} fastest layouts that fit" if n >= MOST_LISTED else f"all {n} that fit"
-    text = Text(run.name, style="bold")
-    text.append(f" on {devices}: {count}", style="not bold")
+    text = Text.assemble((run.name, "bold"), f" on {devices}: {count}")
     if result.measured:
-        n_measured = len(result.measured)
-        text.append(
-            f"\n{n_measured} timed here (*), the others predicted x {result.scale:.3g}",
-            style="not bold",
-        )
-    shown = [*result.candidates, *filter(None, [result.as_it_is])]
-    width = max(len(describe_candidate(candidate)) for candidate in shown)
-    text.append(
-        f"\n{'':<6}{'step':>9}  {'memory':>9}  {'layout':<{width}}  slower than the first, and why",
-        style="cyan not bold",
-    )
+        others = f"the others predicted x {result.scale:.3g}"
+        text.append(f"\n{len(result.measured)} timed here (*), {others}")
+    rows: list[tuple[str, ...]] = [
+        ("", "step", "memory", "layout", "slower than the first, and why")
+    ]
     for place, candidate in enumerate(result.candidates):
         mark = f"{place + 1:>2} {'*' if place in result.measured else ' '}"
-        text.append(f"\n{_row(mark, candidate, first, width)}", style="not bold")
+        rows.append(_row(mark, candidate, first))
     if result.as_it_is is not None:
-        row = _row("as is", result.as_it_is, first, width)
-        text.append(f"\n{row}{'' if result.fits else '; DOES NOT FIT'}", style="not bold")
-    text.append(f"\n{HOW_TO_READ}", style="cyan not bold")
+        *row, why = _row("as is", result.as_it_is, first)
+        rows.append((*row, why + ("" if result.fits else "; DOES NOT FIT")))
+    head, *lines = _align(rows, right=(1, 2))
+    text.append(f"\n{head}", "cyan").append("".join(f"\n{line}" for line in lines))
+    text.append(f"\n{HOW_TO_READ}", "cyan")
     given = rules.describe(run, first.changes_from(run), " ")
-    text.append("\narguments for the first: ", style="cyan not bold")
-    text.append(given or "none, the run as it is", style="not bold")
-    return text
+    text.append("\narguments for the first: ", "cyan")
+    return text.append(given or "none, the run as it is")
 
 
-def _row(mark: str, candidate: Candidate, first: Candidate, width: int) -> str:
+def _row(mark: str, candidate: Candidate, first: Candidate) -> tuple[str, ...]:
     slower = candidate.time.seconds / first.time.seconds - 1
     why = "" if candidate is first else f"{slower:+.1%}: {explain_loss(first, candidate)}"
-    row = (
-        f"{mark:<6}{describe_step(candidate.time.seconds):>9}  "
-        f"{format_bytes(candidate.memory.peak_bytes):>9}  {describe_candidate(candidate):<{width}}"
+    step, memory = (
+        describe_step(candidate.time.seconds),
+        format_bytes(candidate.memory.peak_bytes),
     )
-    return f"{row}  {why}".rstrip()
+    return mark, step, memory, describe_candidate(candidate), why
 
 
 def describe_candidate(candidate: Candidate) -> str:
@@ -198,7 +184,7 @@ def _search_as_json(run: Run, result: SearchResult) -> dict[str, Any]:
     def as_json(candidate: Candidate) -> dict[str, Any]:
         return {
             "layout": describe_candidate(candidate),
-            "step": time_as_json(candidate.time),
+            "step": asdict(candidate.time),
             "memory": memory_as_json(candidate.memory),
             "longer_than_first": candidate.time.seconds / first.time.seconds - 1,
             "why": "" if candidate is first else explain_loss(first, candidate),
@@ -244,7 +230,12 @@ def _keep_winner(result: SearchResult, run: Run, source: Path | None) -> str:
 
 
 def print_deadline(
-    loaded: LoadedRun, estimator: Estimator, n_devices: int | None, deadline: str, *, as_json: bool
+    loaded: LoadedRun,
+    estimator: ladder.Estimator,
+    n_devices: int | None,
+    deadline: str,
+    *,
+    as_json: bool,
 ) -> None:
     """Prints the largest model for `n_devices` or, if None, the fewest devices for the run.
 
@@ -258,12 +249,12 @@ def print_deadline(
     except ValueError as error:
         raise ConfigError(f"--deadline {error}", '--deadline "1 week"') from None
     if n_devices is None:
-        estimates = fewest_devices(run, estimator, seconds)[::-1]
+        estimates = ladder.fewest_devices(run, estimator, seconds)[::-1]
         remarks = ("the fewest", "too few")
     else:
         origin = loaded.origins.get("train.length", "")
         keeps = bool(origin) and origin not in preset_names()
-        estimates = largest_model(run, estimator, n_devices, seconds, keeps_length=keeps)
+        estimates = ladder.largest_model(run, estimator, n_devices, seconds, keeps_length=keeps)
         remarks = ("the largest", "too long")
     first = estimates[0]
     if not first.seconds <= seconds:
@@ -274,7 +265,7 @@ def print_deadline(
                 f"{first.duration}",
                 "try a longer deadline, a shorter train.length or a larger train.global_batch_size",
             )
-        size = format_large(count_parameters(first.run))
+        size = format_large(ladder.count_parameters(first.run))
         raise MachineError(
             f"no model trains within {deadline} on {on}: the smallest, of {size} parameters, "
             f"{first.duration}",
@@ -292,20 +283,18 @@ def print_deadline(
 
 
 def _render_deadline(
-    run: Run, machine: Machine, rows: Mapping[str, TrainingEstimate], deadline: str
+    run: Run, machine: Machine, rows: Mapping[str, ladder.TrainingEstimate], deadline: str
 ) -> Text:
     from rich.text import Text
 
-    text = Text(run.name, style="bold")
-    text.append(f" within {deadline} on devices of {machine.name}", style="not bold")
+    text = Text.assemble((run.name, "bold"), f" within {deadline} on devices of {machine.name}")
     if find_extremes(machine):
-        device = with_article(machine.device.name)
-        text.append(f", at the slow end for {device}: not measured", style="not bold")
-    lines = [("", "model", "tokens", "devices", "whole run", "price", "layout")]
+        text.append(f", at the slow end for {with_article(machine.device.name)}: not measured")
+    cells = [("", "model", "tokens", "devices", "whole run", "price", "layout")]
     for remark, estimate in rows.items():
         model, cost, candidate = estimate.run.model, estimate.cost, estimate.candidate
-        size = format_large(count_parameters(estimate.run))
-        lines.append(
+        size = format_large(ladder.count_parameters(estimate.run))
+        cells.append(
             (
                 remark,
                 f"{size} ({model.n_layers} x {model.d_model})",
@@ -316,29 +305,26 @@ def _render_deadline(
                 describe_candidate(candidate) if candidate else "",
             )
         )
-    columns = [column for column in zip(*lines, strict=True) if any(column[1:])]
-    widths = [max(map(len, column)) for column in columns]
-    for number, line in enumerate(zip(*columns, strict=True)):
-        cells = (f"{cell:<{width}}" for cell, width in zip(line, widths, strict=True))
-        style = "not bold" if number else "cyan not bold"
-        text.append(f"\n{'  '.join(cells)}".rstrip(), style=style)
+    columns = [column for column in zip(*cells, strict=True) if any(column[1:])]
+    head, *lines = _align([*zip(*columns, strict=True)])
+    text.append(f"\n{head}", "cyan").append("".join(f"\n{line}" for line in lines))
     remark, first = next(iter(rows.items()))
-    text.append(f"\narguments for {remark}: ", style="cyan not bold")
-    given = f"--gpus {first.n_devices} {_describe_changes(first.run, run)}"
-    text.append(given.rstrip(), style="not bold")
-    return text
+    text.append(f"\narguments for {remark}: ", "cyan")
+    return text.append(f"--gpus {first.n_devices} {_describe_changes(first.run, run)}".rstrip())
 
 
 def _describe_changes(changed: Run, run: Run) -> str:
     """Formats the differences from a run as overrides."""
-    return rules.describe(run, {name: field_value(changed, name) for name in CHANGED_FIELDS}, " ")
+    return rules.describe(
+        run, {name: field_value(changed, name) for name in ladder.CHANGED_FIELDS}, " "
+    )
 
 
-def _estimate_as_json(remark: str, estimate: TrainingEstimate, run: Run) -> dict[str, Any]:
+def _estimate_as_json(remark: str, estimate: ladder.TrainingEstimate, run: Run) -> dict[str, Any]:
     cost, candidate = estimate.cost, estimate.candidate
     return {
         "remark": remark,
-        "parameters": count_parameters(estimate.run),
+        "parameters": ladder.count_parameters(estimate.run),
         "tokens": candidate.plan.n_tokens if candidate else None,
         "n_devices": estimate.n_devices,
         "seconds": estimate.seconds if math.isfinite(estimate.seconds) else None,
@@ -346,3 +332,21 @@ def _estimate_as_json(remark: str, estimate: TrainingEstimate, run: Run) -> dict
         "price": cost.price if cost else None,
         "changes": _describe_changes(estimate.run, run),
     }
+
+
+def _align(rows: Sequence[Sequence[str]], right: Collection[int] = ()) -> list[str]:
+    """Formats rows of cells as columns that are two spaces apart.
+
+    Args:
+        rows: of equal length.
+        right: numbers of the columns that are aligned at their right edge, as numbers are.
+    """
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    lines = []
+    for row in rows:
+        cells = [
+            cell.rjust(width) if number in right else cell.ljust(width)
+            for number, (cell, width) in enumerate(zip(row, widths, strict=True))
+        ]
+        lines.append("  ".join(cells).rstrip())
+    return lines

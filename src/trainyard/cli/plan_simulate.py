@@ -5,10 +5,10 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from dataclasses import asdict
-from typing import Any
 
 import typer
 
+from trainyard.config.rules import change
 from trainyard.config.run import Run
 from trainyard.errors import ConfigError
 from trainyard.layout.resolve import Plan, resolve
@@ -46,13 +46,12 @@ def print_simulation(run: Run, n_ranks: int, rank: int | None, *, as_json: bool)
         else:
             typer.echo("\n".join(render_simulation(simulation, planned)) + "\n")
     if as_json:
-        report: dict[str, Any] = {"n_ranks": n_ranks, "ranks": found}
-        typer.echo(json.dumps(report, indent=2))
+        typer.echo(json.dumps({"n_ranks": n_ranks, "ranks": found}, indent=2))
 
 
 def _planned_bytes(run: Run, plan: Plan, rank: int) -> int:
     """Returns the bytes of the same tensors by the formulas, not compiled either."""
-    uncompiled = run.model_copy(update={"train": run.train.model_copy(update={"compile": "never"})})
+    uncompiled = change(run, {"train.compile": "never"})
     memory = rank_memory(uncompiled, plan, plan.topology.coordinates(rank).pipeline)
     return memory.peak_bytes - memory.items["context and libraries"]
 

@@ -6,15 +6,16 @@ import math
 import shlex
 import statistics
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, Literal
 
 import numpy as np
 
 from trainyard.architecture import block_layers, shapes_of
-from trainyard.checkpoint.format import MANIFEST, list_checkpoints, step_of
+from trainyard.checkpoint.format import list_checkpoints, read_manifest, step_of
 from trainyard.config.run import Run
-from trainyard.files import SETTINGS_LIMIT_BYTES, parse_json, read_file
+from trainyard.errors import UserError
 from trainyard.layout.batches import BatchSchedule
 from trainyard.layout.sizes import checkpoint_bytes
 from trainyard.report.metrics import Line, is_finite
@@ -226,14 +227,10 @@ def _state_bytes(run: Run, n_parameters: float, topology: Any) -> float | None:
 def _in_checkpoint(view: RunView) -> str:
     """Counts the weights in the newest checkpoint with a readable manifest."""
     for path in list_checkpoints(view.folder / "checkpoints"):
-        try:
-            tensors = parse_json(read_file(path / MANIFEST, SETTINGS_LIMIT_BYTES))["tensors"]
-            shapes = [tensors[name]["shape"] for name in tensors if name.startswith("model.")]
-            n_weights = sum(math.prod(map(int, shape)) for shape in shapes)
-        except (OSError, ValueError, TypeError, KeyError, AttributeError):
-            continue  # `trainyard check checkpoint` reports the problem
-        if n_weights:
-            return f"{n_weights:,} in {path.name}"
+        with suppress(UserError):  # `trainyard check checkpoint` reports the problem
+            tensors = read_manifest(path).tensors
+            weights = [each for name, each in tensors.items() if name.startswith("model.")]
+            return f"{sum(math.prod(each.shape) for each in weights):,} in {path.name}"
     return UNKNOWN
 
 

@@ -13,7 +13,7 @@ import math
 import time
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -22,15 +22,8 @@ from trainyard.config.load import load_run
 from trainyard.config.run import Run
 from trainyard.errors import EXIT_HOLD, EXIT_REQUEUE, DataError
 from trainyard.files import parse_json, read_file
+from trainyard.jobs import status as jobs
 from trainyard.jobs.schedulers import JobState
-from trainyard.jobs.status import (
-    Start,
-    Submission,
-    ask_scheduler,
-    read_bad_nodes,
-    read_current,
-    read_starts,
-)
 from trainyard.launch.lock import find_holder
 from trainyard.report.metrics import (
     History,
@@ -92,9 +85,9 @@ class RunView:
     outcome: dict[str, Any]
     evaluation: dict[str, Any]
     ancestors: list[Ancestor]
-    starts: list[Start]
+    starts: list[jobs.Start]
     bad_nodes: dict[str, int]
-    submission: Submission | None = None
+    submission: jobs.Submission | None = None
     job: JobState | None = None
     checkpoint: NewestCheckpoint | None = None
 
@@ -150,13 +143,6 @@ class RunView:
         """Returns the newest number of a column of the metrics."""
         return self.metrics.train.last(key)
 
-    def with_metrics(self, metrics: RunMetrics) -> RunView:
-        """Returns the view with these metrics, and the figures of their last evaluation."""
-        last = metrics.evaluations[-1] if metrics.evaluations else {}
-        figures = (last | self.evaluation).items()
-        evaluation = {key: value for key, value in figures if key == "tasks" or is_finite(value)}
-        return replace(self, metrics=metrics, evaluation=evaluation)
-
 
 def read_run(folder: Path) -> RunView:
     """Reads a run folder without its job.
@@ -166,8 +152,7 @@ def read_run(folder: Path) -> RunView:
         ConfigError: its run.toml is not valid.
         CheckpointError: its ancestry.json is damaged.
     """
-    view = _read_files(folder, _load_run_of(folder), None)
-    return view.with_metrics(read_metrics(folder / "metrics.jsonl"))
+    return _read_view(folder, _load_run_of(folder), lambda: read_metrics(folder))
 
 
 class RunReader:
@@ -186,9 +171,8 @@ class RunReader:
         self._file = MetricsFile(folder / "metrics.jsonl")
         self._metrics = History().metrics()
         self._asked = -math.inf
-        self._submission: Submission | None = None
-        self._job: JobState | None = None
-        self._checkpoint: NewestCheckpoint | None = None
+        self._slow: dict[str, Any] = {}
+        """Job, submission and checkpoint, as they were when last asked for."""
         self.new_lines: list[Line] = []
         """The newest lines of metrics.jsonl since the previous reading."""
 
@@ -198,52 +182,61 @@ class RunReader:
         Raises:
             UserError: a file in the folder is damaged.
         """
-        folder = self._folder
         if time.monotonic() - self._asked > SLOW_INTERVAL_SECONDS:
-            self._submission = read_current(folder)
-            self._job = ask_scheduler(self._submission) if self._submission else None
-            self._checkpoint = _find_checkpoint(folder)
+            submission = jobs.read_current(self._folder)
+            self._slow = {
+                "submission": submission,
+                "job": jobs.ask_scheduler(submission) if submission else None,
+                "checkpoint": _find_checkpoint(self._folder),
+            }
             self._asked = time.monotonic()
-        # Before the metrics: so the last lines of an ended run are read below.
-        view = _read_files(folder, self._run, self._job)
+        return _read_view(self._folder, self._run, self._read_metrics, **self._slow)
+
+    def _read_metrics(self) -> RunMetrics:
         self.new_lines = []
-        if (folder / "metrics.jsonl").exists():
+        if (self._folder / "metrics.jsonl").exists():
             self.new_lines = list(deque(self._file.new_lines(), maxlen=N_LINES))
             if self.new_lines:
                 self._metrics = self._file.metrics()
-        view = replace(view, submission=self._submission, checkpoint=self._checkpoint)
-        return view.with_metrics(self._metrics)
+        return self._metrics
 
 
 def _load_run_of(folder: Path) -> Run:
-    if not folder.is_dir():
-        raise DataError(f"no folder {folder}", "give a run folder, such as runs/my-run")
-    if not (folder / "run.toml").exists():
-        raise DataError(
-            f"{folder} is not a run folder: it has no run.toml",
-            "give the folder that trainyard train wrote, such as runs/my-run",
-        )
+    problem = "" if folder.is_dir() else f"no folder {folder}"
+    if not problem and not (folder / "run.toml").exists():
+        problem = f"{folder} is not a run folder: it has no run.toml"
+    if problem:
+        raise DataError(problem, "give a folder that trainyard train wrote, such as runs/my-run")
     return load_run(str(folder / "run.toml")).run
 
 
-def _read_files(folder: Path, run: Run, job: JobState | None) -> RunView:
-    """Reads all files but the metrics."""
-    starts = read_starts(folder)
+def _read_view(
+    folder: Path,
+    run: Run,
+    read: Callable[[], RunMetrics],
+    job: JobState | None = None,
+    **others: Any,
+) -> RunView:
+    starts = jobs.read_starts(folder)
     state, text, outcome = find_state(folder, job, starts)
+    metrics = read()  # after the state: an ended run has written its last lines
+    last = metrics.evaluations[-1] if metrics.evaluations else {}
+    figures = (last | load_facts(folder / EVALUATION)).items()
     return RunView(
         folder,
         run.name,
         run,
         state,
         text,
-        metrics=History().metrics(),
+        metrics,
         plan=load_facts(folder / "plan.json"),
         outcome=outcome,
-        evaluation=load_facts(folder / EVALUATION),
+        evaluation={key: value for key, value in figures if key == "tasks" or is_finite(value)},
         ancestors=ancestry(folder),
         starts=starts,
-        bad_nodes=read_bad_nodes(folder),
+        bad_nodes=jobs.read_bad_nodes(folder),
         job=job,
+        **others,
     )
 
 
@@ -277,7 +270,7 @@ def unused_settings(run: Run) -> dict[str, set[str]]:
 
 
 def find_state(
-    folder: Path, job: JobState | None = None, starts: list[Start] | None = None
+    folder: Path, job: JobState | None = None, starts: list[jobs.Start] | None = None
 ) -> tuple[str, str, dict[str, Any]]:
     """Combines scheduler, lock and outcome.json into a state, its reason, and the outcome.
 
@@ -286,7 +279,8 @@ def find_state(
     """
     holder = find_holder(folder)
     outcome = {} if holder else load_facts(folder / "outcome.json")
-    age = _metrics_age(folder)
+    metrics = folder / "metrics.jsonl"
+    age = time.time() - metrics.stat().st_mtime if metrics.exists() else None
     if holder:
         state, text = "training", f"training: {holder}"
     elif outcome:
@@ -311,14 +305,6 @@ def find_state(
         state = "starting"
         text = "its job is running; training has not started yet or has just ended"
     return state, text, outcome
-
-
-def _metrics_age(folder: Path) -> float | None:
-    """Returns the seconds since the last change of metrics.jsonl; None if there is none."""
-    try:
-        return time.time() - (folder / "metrics.jsonl").stat().st_mtime
-    except OSError:
-        return None
 
 
 def _find_checkpoint(folder: Path) -> NewestCheckpoint | None:

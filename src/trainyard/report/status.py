@@ -113,15 +113,16 @@ def _facts(view: RunView, *, in_detail: bool = False) -> dict[str, str]:
         view: of the run.
         in_detail: add what else is known of the last logged step.
     """
-    metrics, step, n_steps, last = view.metrics, view.step, view.n_steps, view.last
-    in_detail = in_detail and step is not None
+    step, n_steps = view.step, view.n_steps
     scores = list_scores(view.evaluation)
+    tasks = [f"{one.label} {one.value}" for one in scores[:N_SCORES]]
+    tasks += [f"{len(scores) - N_SCORES} more"] if len(scores) > N_SCORES else []
     facts = {
         "job": _describe_job(view),
         "ancestry": describe_ancestry(view.ancestors),
         "step": NOT_KNOWN_YET if step is None else f"{step:,}",
-        "loss": _describe_losses(view, in_detail=in_detail),
-        "tasks": "; ".join(f"{one.label} {one.value}" for one in scores[:N_SCORES]),
+        "loss": _describe_losses(view),
+        "tasks": "; ".join(tasks),
         "speed": NOT_KNOWN_YET,
         "ETA": "" if view.seconds_left is None else format_seconds(view.seconds_left),
         "checkpoint": "none",
@@ -130,43 +131,44 @@ def _facts(view: RunView, *, in_detail: bool = False) -> dict[str, str]:
     }
     if step is not None and n_steps:
         facts["step"] += f" of {n_steps:,} ({step / n_steps:.0%})"
-    if len(scores) > N_SCORES:
-        facts["tasks"] += f"; {len(scores) - N_SCORES} more"
     if view.tokens_per_second is not None:
         facts["speed"] = f"{format_large(view.tokens_per_second)} tokens/s"
     if saved := view.checkpoint:
         ago = format_seconds(max(0.0, saved.seconds_ago))
         facts["checkpoint"] = f"step {saved.step:,}, {ago} ago, {format_bytes(saved.n_bytes)}"
-    if in_detail:
-        facts["step"] += f", {_ago(view)}".rstrip(", ")
-        facts["speed"] += (
-            f", {show(last('tflops_per_second_per_device'), '{:.3g}')} TFLOP/s per device"
-        )
-        if by_formula := last("formula_tflops_per_second_per_device"):
-            facts["speed"] += f" ({by_formula:.4g} by log.flop_formula)"
-        facts["restarts"] += (
-            f"; {show(last('skipped_steps'), '{:.0f}')} skipped steps, "
-            f"{metrics.count('rollback')} rollbacks, {metrics.count('save failed')} failed saves"
-        )
-        facts["gradient"] = (
-            f"norm {show(last('gradient_norm'), '{:.3f}')}, "
-            f"learning rate {show(last('learning_rate'), '{:.3e}')}"
-        )
-        facts["memory"] = show(last("memory_bytes"), format_bytes)
-        tokens = show(last("tokens"), format_large)
-        facts["consumed"] = f"{tokens} tokens in {format_seconds(metrics.seconds)}"
+    if in_detail and step is not None:
+        for label, more in _details(view).items():
+            facts[label] = facts.get(label, "") + more
     return {label: text for label, text in facts.items() if text}
 
 
-def _describe_losses(view: RunView, *, in_detail: bool) -> str:
+def _details(view: RunView) -> dict[str, str]:
+    """Returns what else is known of the last logged step: texts to append, by label."""
+    metrics, last = view.metrics, view.last
+    best, by_formula = metrics.best, last("formula_tflops_per_second_per_device")
+    tflops = show(last("tflops_per_second_per_device"), "{:.3g}")
+    tokens = show(last("tokens"), format_large)
+    return {
+        "step": f", {_ago(view)}".rstrip(", "),
+        "loss": f", best {best['loss']:.4f} at step {best['step']:,}" if best else "",
+        "speed": f", {tflops} TFLOP/s per device"
+        + (f" ({by_formula:.4g} by log.flop_formula)" if by_formula else ""),
+        "restarts": f"; {show(last('skipped_steps'), '{:.0f}')} skipped steps, "
+        f"{metrics.count('rollback')} rollbacks, {metrics.count('save failed')} failed saves",
+        "gradient": f"norm {show(last('gradient_norm'), '{:.3f}')}, "
+        f"learning rate {show(last('learning_rate'), '{:.3e}')}",
+        "memory": show(last("memory_bytes"), format_bytes),
+        "consumed": f"{tokens} tokens in {format_seconds(metrics.seconds)}",
+    }
+
+
+def _describe_losses(view: RunView) -> str:
     metrics = view.metrics
     missing = NOT_KNOWN_YET if view.step is None else "none: the newest steps were skipped"
     text = missing if metrics.last_loss is None else f"{metrics.last_loss:.4f}"
     for what, line in (("held out", (metrics.held_out_losses or [{}])[-1]), ("test", metrics.test)):
         if is_finite(line.get("loss")):
             text += f"; {what} {line['loss']:.4f} at step {line['step']:,}"
-    if in_detail and (best := metrics.best):
-        text += f", best {best['loss']:.4f} at step {best['step']:,}"
     return text
 
 
