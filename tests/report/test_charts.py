@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from trainyard.report.charts import Chart, build_charts, thin_out
+from trainyard.report.charts import build_charts, thin_out
 from trainyard.report.metrics import COLUMNS, Event, RunMetrics, Table
 from trainyard.report.pictures import save_png
 from trainyard.report.run_view import RunView
@@ -42,10 +42,6 @@ def curves(name: str = "tiny", n: int = 20, **values: Any) -> RunView:
     return make_view(metrics, name=name, evaluation={"unigram_loss": unigram_loss})
 
 
-def labels(chart: Chart) -> list[str]:
-    return [one.label for one in chart.series]
-
-
 def test_there_is_a_chart_of_each_quantity() -> None:
     charts = build_charts([curves()])
     names = ["loss", "learning_rate", "gradient_norm", "throughput", "memory"]
@@ -63,22 +59,23 @@ def test_a_loss_scale_is_drawn_where_it_changes() -> None:
     assert (chart.name, chart.is_logarithmic) == ("loss_scale", True)
 
 
-def test_one_chart_has_both_losses_and_the_lines_to_compare_with() -> None:
-    loss = build_charts([curves(unigram_loss=7.25, n=20)])[0]
-    assert labels(loss) == ["tiny", "held out", "token frequencies alone: 7.25"]
-    assert [one.style for one in loss.series] == ["line", "points", "dashed"]
-    assert (loss.series[2].x.tolist(), loss.series[2].y.tolist()) == ([0, 2000], [7.25, 7.25])
+def test_one_chart_has_both_losses_the_lines_to_compare_with_and_what_was_repeated() -> None:
+    series = build_charts([curves(unigram_loss=7.25, abandoned=[table(5), table(3)])])[0].series
+    assert [(one.label, one.style, len(one.x)) for one in series] == [
+        ("tiny", "line", 20),
+        ("repeated later", "faint", 5),
+        ("repeated later", "faint", 3),
+        ("held out", "points", 1),
+        ("token frequencies alone: 7.25", "dashed", 2),
+    ]
+    assert (series[-1].x.tolist(), series[-1].y.tolist()) == ([0, 2000], [7.25, 7.25])
 
 
 def test_runs_are_told_apart_by_name_and_colour() -> None:
-    loss = build_charts([curves("one"), curves("two")])[0]
-    assert labels(loss) == ["one", "one, held out", "two", "two, held out"]
-    assert [one.colour for one in loss.series] == ["run-0", "run-3", "run-1", "run-4"]
-
-
-def test_what_was_done_again_is_drawn_faintly() -> None:
-    series = build_charts([curves(abandoned=[table(5), table(3)])])[0].series
-    assert [len(one.x) for one in series if one.style == "faint"] == [5, 3]
+    series = build_charts([curves("one"), curves("two")])[0].series
+    assert {one.label: one.colour for one in series} == {
+        **{"one": "run-0", "one, held out": "run-3", "two": "run-1", "two, held out": "run-4"}
+    }
 
 
 def test_restarts_and_rollbacks_are_marked() -> None:
@@ -108,19 +105,16 @@ def test_many_points_are_thinned_to_mean_and_range() -> None:
 
 def test_a_png_is_wide_enough_for_print(tmp_path: Path) -> None:
     run = curves("$x^2$" + "x" * 99, n=5000, events=[Event("restart", 7, "")], unigram_loss=7.0)
+    for n in (0, 1):  # a run that has hardly begun can be drawn
+        begun = curves(n=n)
+        begun.metrics.evaluations.clear()
+        (chart,) = build_charts([begun])[:1]
+        assert len(chart.series) == n
+        save_png(chart, tmp_path)
     save_png(build_charts([run])[0], tmp_path)
     head = (tmp_path / "loss.png").read_bytes()[:24]
     assert head[:8] == b"\x89PNG\r\n\x1a\n"
     assert struct.unpack(">II", head[16:]) == (1200, 900)
-
-
-@pytest.mark.parametrize("n", [0, 1])
-def test_a_run_that_has_hardly_begun_can_be_drawn(n: int, tmp_path: Path) -> None:
-    run = curves(n=n)
-    run.metrics.evaluations.clear()
-    chart = build_charts([run])[0]
-    assert len(chart.series) == n
-    save_png(chart, tmp_path)
 
 
 def test_the_library_is_the_one_of_the_registry() -> None:
@@ -128,27 +122,27 @@ def test_the_library_is_the_one_of_the_registry() -> None:
     assert hashlib.sha256(library).hexdigest() == UPLOT_SHA256
 
 
-def test_stretches_have_mean_and_range() -> None:
-    x, y = np.arange(1.0, 7.0), np.array([4.0, 6, 5, 9, 3, 3])
-    thin = thin_out(x, y, 3)
-    assert thin.x.tolist() == [1.5, 3.5, 5.5]
-    assert (thin.mean.tolist(), thin.n_in_each) == ([5, 7, 3], 2)
-    assert (thin.low.tolist(), thin.high.tolist()) == ([4, 5, 3], [6, 9, 3])
+NAN = np.nan
 
 
-def test_few_points_stay_as_they_are() -> None:
-    x = np.arange(5.0)
-    thin = thin_out(x, x * 2, 5)
-    assert (thin.mean.tolist(), thin.n_in_each) == ([0, 2, 4, 6, 8], 1)
-    assert len(thin_out(x[:0], x[:0], 5).x) == 0
-
-
-def test_what_is_no_number_is_left_out_and_a_stretch_without_any_is_none() -> None:
-    y = np.array([1.0, np.nan, np.nan, np.nan, 5, 7])
-    thin = thin_out(np.arange(6.0), y, 3)
-    assert np.array_equal(thin.mean, [1, np.nan, 6], equal_nan=True)
-    assert np.array_equal(thin.low, [1, np.nan, 5], equal_nan=True)
-    assert np.array_equal(thin.high, [1, np.nan, 7], equal_nan=True)
+@pytest.mark.parametrize(
+    ("y", "n_points", "n_in_each", "mean", "low", "high"),
+    [
+        ([4, 6, 5, 9, 3, 3], 3, 2, [5, 7, 3], [4, 5, 3], [6, 9, 3]),
+        ([1, NAN, NAN, NAN, 5, 7], 3, 2, [1, NAN, 6], [1, NAN, 5], [1, NAN, 7]),
+        ([0, 2, 4, 6, 8], 5, 1, *3 * [[0, 2, 4, 6, 8]]),
+        ([], 5, 1, [], [], []),
+    ],
+    ids=["thinned", "gaps", "few", "none"],
+)
+def test_stretches_have_mean_and_range(
+    y: list[float], n_points: int, n_in_each: int, mean: Any, low: Any, high: Any
+) -> None:
+    thin = thin_out(np.arange(1.0, len(y) + 1), np.array(y, float), n_points)
+    assert thin.n_in_each == n_in_each
+    assert n_in_each == 1 or thin.x.tolist() == [1.5, 3.5, 5.5]
+    for found, expected in ((thin.mean, mean), (thin.low, low), (thin.high, high)):
+        np.testing.assert_array_equal(found, expected)
 
 
 def test_no_spike_of_a_long_curve_is_lost() -> None:

@@ -36,12 +36,8 @@ def gather(*lines: dict[str, Any]) -> RunMetrics:
     return history.metrics()
 
 
-def steps(metrics: RunMetrics) -> list[float]:
-    return metrics.train["step"].tolist()
-
-
-def losses(metrics: RunMetrics) -> list[float]:
-    return metrics.train["loss"].tolist()
+def column(metrics: RunMetrics, key: str = "step") -> list[float]:
+    return metrics.train[key].tolist()
 
 
 def texts(metrics: RunMetrics) -> list[str]:
@@ -60,7 +56,7 @@ def test_a_resumed_run_takes_back_what_it_does_again() -> None:
         start(10, 60.0),
         trained(20, 69.0, 7.9),
     )
-    assert losses(metrics) == [9.1, 7.9]
+    assert column(metrics, "loss") == [9.1, 7.9]
     assert [way["loss"].tolist() for way in metrics.abandoned] == [[8.0, 7.5]]
     assert (metrics.evaluations, metrics.samples) == ([], [])
     assert metrics.tokens_at([10, 15]).tolist() == [1000, 1500]
@@ -83,8 +79,8 @@ def test_of_ways_done_again_twice_the_last_counts() -> None:
         start(10, 0),
         trained(20, 0, 4.0),
     )
-    assert steps(metrics) == [10, 20]
-    assert losses(metrics) == [1.0, 4.0]
+    assert column(metrics) == [10, 20]
+    assert column(metrics, "loss") == [1.0, 4.0]
     assert [way["step"].tolist() for way in metrics.abandoned] == [[20, 30, 40], [30, 40, 50], [40]]
     assert texts(metrics)[1:] == [
         "rollback 20: rolled back to step 20 from step 40; the 80 sequences between are skipped",
@@ -106,21 +102,18 @@ def test_telling_ways_apart_agrees_with_doing_it_line_by_line(seed: int) -> None
         lines.append(trained(step, 0, float(number)))
         expected[step] = float(number)
     metrics = gather(*lines)
-    assert steps(metrics) == sorted(expected)
-    assert losses(metrics) == [expected[at] for at in sorted(expected)]
+    assert column(metrics) == sorted(expected)
+    assert column(metrics, "loss") == [expected[at] for at in sorted(expected)]
     assert len(metrics.train) + sum(map(len, metrics.abandoned)) == 200
 
 
-def test_the_later_line_of_a_step_wins() -> None:
-    assert losses(gather(trained(1, 0, 5.0), trained(1, 1, 4.0))) == [4.0]
-
-
-def test_values_that_are_no_number_leave_a_gap() -> None:
+def test_values_that_are_no_number_leave_a_gap_and_the_later_line_of_a_step_wins() -> None:
     metrics = gather(*(trained(i, i, x) for i, x in enumerate([None, math.nan, math.inf, 1e200])))
     assert np.isnan(metrics.train["loss"]).all()
     assert metrics.train.last("loss") is None
     assert metrics.train.median("loss") is None
     assert metrics.train.last("tokens") == 300
+    assert column(gather(trained(1, 0, 5.0), trained(1, 1, 4.0)), "loss") == [4.0]
 
 
 def test_skipped_steps_are_found_where_their_count_grows() -> None:
@@ -146,15 +139,16 @@ def test_saves_and_failed_ones_are_kept() -> None:
     assert texts(metrics) == ["save failed 31: a checkpoint was not saved: no room"]
 
 
-def write(folder: Path, *lines: dict[str, Any], tail: str = "") -> Path:
+def write(folder: Path, *lines: dict[str, Any] | str, tail: str = "") -> Path:
     path = folder / "metrics.jsonl"
-    path.write_text("".join(json.dumps(line) + "\n" for line in lines) + tail)
+    dumped = (line if isinstance(line, str) else json.dumps(line) for line in lines)
+    path.write_text("".join(f"{line}\n" for line in dumped) + tail)
     return path
 
 
 def test_every_kind_is_sorted_out(tmp_path: Path) -> None:
     metrics = read_metrics(write(tmp_path, *run_lines(), {"kind": "later-version", "step": 3}))
-    assert steps(metrics) == list(range(1, 21))
+    assert column(metrics) == list(range(1, 21))
     assert [line["loss"] for line in metrics.evaluations] == [4.5]
     assert [line["prompt"] for line in metrics.samples] == ["The"]
     assert (metrics.seconds, metrics.device) == (21.0, "a <b>GPU</b>")
@@ -163,15 +157,11 @@ def test_every_kind_is_sorted_out(tmp_path: Path) -> None:
 
 
 def test_a_run_started_afresh_forgets_the_one_before(tmp_path: Path) -> None:
-    start = {"kind": "start", "step": 0, "resumed": False}
-    later = [{"kind": "start", "time": 60.0, **start}, trained(65, 65, 1.0)]
-    path = write(tmp_path, {"kind": "start", "time": 0.0, **start}, trained(10, 10, 1.0), *later)
+    first = [start(0, 0.0, resumed=False), trained(10, 10, 1.0)]
+    path = write(tmp_path, *first, start(0, 60.0, resumed=False), trained(65, 65, 1.0))
     metrics = read_metrics(path)
-    assert steps(metrics) == [65]
-    assert metrics.seconds == 5.0
-    assert [event.text for event in metrics.events] == [
-        "started over; 10 earlier steps are not shown"
-    ]
+    assert (column(metrics), metrics.seconds) == ([65], 5.0)
+    assert texts(metrics) == ["restart 0: started over; 10 earlier steps are not shown"]
 
 
 @pytest.mark.parametrize("tail", ['{"kind": "tra', "{", '{"kind": "train"}', "\u00e9"])
@@ -200,10 +190,8 @@ def test_a_last_line_cut_short_is_not_there_yet(tmp_path: Path, tail: str) -> No
     ],
 )
 def test_a_damaged_line_is_left_out_and_named(tmp_path: Path, line: str, problem: str) -> None:
-    path = tmp_path / "metrics.jsonl"
-    path.write_text(f"{json.dumps(trained(1, 1, 1.0))}\n{line}\n{json.dumps(trained(2, 2, 1.0))}\n")
-    metrics = read_metrics(path)
-    assert steps(metrics) == [1, 2]
+    metrics = read_metrics(write(tmp_path, trained(1, 1, 1.0), line, trained(2, 2, 1.0)))
+    assert column(metrics) == [1, 2]
     said = "1 line of metrics.jsonl cannot be read and is skipped; line 2: "
     assert metrics.damage.startswith(said + problem)
 
@@ -215,14 +203,11 @@ def test_bytes_that_are_no_text_are_shown_as_such(tmp_path: Path) -> None:
 
 
 def test_a_file_without_a_readable_line_is_an_error(tmp_path: Path) -> None:
-    path = tmp_path / "metrics.jsonl"
-    path.write_text("nothing\nof it\n")
     with pytest.raises(DataError, match=r"has no readable line; line 1: Expecting value"):
-        read_metrics(path)
+        read_metrics(write(tmp_path, "nothing", "of it"))
     with pytest.raises(DataError, match=r"cannot read .*none.jsonl: No such file"):
         read_metrics(tmp_path / "none.jsonl")
-    path.write_text("")  # a run that has not begun
-    metrics = read_metrics(path)
+    metrics = read_metrics(write(tmp_path))  # a run that has not begun
     assert (len(metrics.train), metrics.abandoned, metrics.seconds) == (0, [], 0.0)
 
 
@@ -240,20 +225,13 @@ def test_a_file_that_grows_is_read_on(tmp_path: Path) -> None:
     with (tmp_path / "metrics.jsonl").open("a") as growing:
         growing.write('"step": 2}\n')
     assert [line["step"] for line in file.new_lines()] == [2]
-    assert steps(file.metrics()) == [1, 2]
+    assert column(file.metrics()) == [1, 2]
 
 
-def test_a_file_that_was_replaced_is_read_anew(tmp_path: Path) -> None:
+@pytest.mark.parametrize("steps", [[7], [3, 4, 5, 6, 7, 8]], ids=["shorter", "longer"])
+def test_a_file_that_was_replaced_is_read_anew(tmp_path: Path, steps: list[int]) -> None:
     file = MetricsFile(write(tmp_path, trained(1, 1, 1.0), trained(2, 2, 1.0)))
     assert len(list(file.new_lines())) == 2
-    write(tmp_path, trained(7, 7, 1.0))
-    assert [line["step"] for line in file.new_lines()] == [7]
-    assert steps(file.metrics()) == [7]
-
-
-def test_a_file_that_was_replaced_by_a_longer_one_is_read_anew(tmp_path: Path) -> None:
-    file = MetricsFile(write(tmp_path, trained(1, 1, 1.0), trained(2, 2, 1.0)))
-    assert len(list(file.new_lines())) == 2
-    write(tmp_path, *(trained(step, step, 1.0) for step in range(3, 9)))
-    assert [line["step"] for line in file.new_lines()] == [3, 4, 5, 6, 7, 8]
-    assert steps(file.metrics()) == [3, 4, 5, 6, 7, 8]
+    write(tmp_path, *(trained(step, step, 1.0) for step in steps))
+    assert [line["step"] for line in file.new_lines()] == steps
+    assert column(file.metrics()) == steps

@@ -72,22 +72,20 @@ def test_a_curve_falls_from_the_upper_left_to_the_lower_right() -> None:
 
 
 @pytest.mark.parametrize(
-    ("line", "text"),
+    ("kind", "values", "text"),
     [
-        ({"kind": "start", "resumed": True, "device": "cpu"}, "resumed on cpu"),
-        ({"kind": "evaluate", "loss": 4.25}, "held-out loss 4.2500"),
-        ({"kind": "evaluate", "loss": None}, f"held-out loss {UNKNOWN}"),
-        ({"kind": "sample", "prompt": "a\x1b[31m", "text": "b\nc"}, r"sample: a\x1b[31mb\nc"),
-        ({"kind": "save", "bytes": 2048, "seconds": 1.5}, "saved 2.0 KiB in 1.5s"),
-        (
-            {"kind": "rollback", "from_step": 9, "skipped_sequences": 5},
-            "rolled back here from step",
-        ),
-        ({"kind": "end", "reason": "done"}, "ended: done"),
+        ("start", {"resumed": True, "device": "cpu"}, "resumed on cpu"),
+        ("evaluate", {"loss": 4.25}, "held-out loss 4.2500"),
+        ("evaluate", {"loss": None}, f"held-out loss {UNKNOWN}"),
+        ("sample", {"prompt": "a\x1b[31m", "text": "b\nc"}, r"sample: a\x1b[31mb\nc"),
+        ("save", {"bytes": 2048, "seconds": 1.5}, "saved 2.0 KiB in 1.5s"),
+        ("rollback", {"from_step": 9, "skipped_sequences": 5}, "rolled back here from step 9"),
+        ("end", {"reason": "done"}, "ended: done"),
     ],
 )
-def test_each_kind_of_line_has_its_text(line: dict[str, Any], text: str) -> None:
-    assert describe_line(line | {"step": 1200}, None).startswith(f"step 1,200: {text}")
+def test_each_kind_of_line_has_its_text(kind: str, values: dict[str, Any], text: str) -> None:
+    line = {"kind": kind, "step": 1200, **values}
+    assert describe_line(line, None).startswith(f"step 1,200: {text}")
 
 
 def test_a_line_of_steps_and_an_unknown_one() -> None:
