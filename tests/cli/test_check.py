@@ -61,10 +61,3 @@ def test_without_a_record_it_says_what_it_cannot_know(folder: Path) -> None:
     assert result.returncode == 0, result.stderr
     assert "none: without a .json the bytes cannot be verified" in result.stdout
     assert "0 or more; the vocabulary is unknown" in result.stdout
-
-
-def test_help_has_an_example_and_no_prefix_is_a_mistake(folder: Path) -> None:
-    shown = trainyard("check", "data", "--help", folder=folder)
-    assert "trainyard check data data/web_text_document" in shown.stdout.partition("Examples:")[2]
-    assert "data " in trainyard("check", "--help", folder=folder).stdout
-    assert trainyard("check", "data", folder=folder).returncode == 2

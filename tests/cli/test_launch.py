@@ -2,9 +2,10 @@ from __future__ import annotations
 
 import os
 import re
+import shlex
 import shutil
 import stat
-from collections.abc import Sequence
+from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
 
@@ -18,14 +19,7 @@ from trainyard.cli.show import show
 from trainyard.config.corpus import Corpus
 from trainyard.config.load import load_run, render_run
 from trainyard.data.patterns import find_token_files
-from trainyard.errors import (
-    ConfigError,
-    DataError,
-    GuardError,
-    LaunchError,
-    MachineError,
-    UserError,
-)
+from trainyard.errors import DataError, LaunchError, MachineError, UserError
 from trainyard.jobs.status import read_submission
 from trainyard.launch.lock import hold
 
@@ -52,13 +46,12 @@ def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def run(*arguments: str) -> str:
-    return call(launch, *arguments)
+def run(words: str) -> str:
+    return call(launch, *shlex.split(words))
 
 
-def small(project: Path) -> list[str]:
-    overrides = small_overrides(project / "corpus_text_document", 4)
-    return ["tiny", "name=small", *overrides, "--cluster", "own.toml"]
+def small(project: Path) -> str:
+    return shlex.join(["tiny", "name=small", *small_overrides(project / "corpus_text_document", 4)])
 
 
 def files(project: Path) -> set[str]:
@@ -70,10 +63,10 @@ def test_a_dry_run_prints_the_script_and_nothing_else(
     project: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("WANDB_API_KEY", "the-key-of-mine")
-    text = run("recipes/lumi/13b.toml", "--cluster", "lumi", "--nodes", "2", "--image", "no.sif",
-               "log.wandb_project=the-key-of-mine", "--account", "project_1", "--dry-run",
-               "precision.kind=fp8", "--force",
-    )  # fmt: skip
+    text = run(
+        "recipes/lumi/13b.toml --cluster lumi --nodes 2 --image no.sif --account project_1 "
+        "log.wandb_project=the-key-of-mine --dry-run precision.kind=fp8 --force"
+    )
     assert "log.wandb_project=*** precision.kind=fp8 --cluster lumi" in text
     assert "no.sif --force\n" in text
     assert "the-key-of-mine" not in text
@@ -83,40 +76,32 @@ def test_a_dry_run_prints_the_script_and_nothing_else(
     assert files(project) == set(), "and writes nothing"
 
 
-def test_a_launch(project: Path) -> None:
-    text = run(*small(project), "--nodes", "2", "--time", "00:10:00")
+def test_a_launch_forgets_vain_starts_and_a_damaged_record(project: Path) -> None:
     folder = project / "runs" / "small"
+    (folder / "logs").mkdir(parents=True)
+    (folder / "logs" / "vain").write_text("3 \n")
+    (folder / "job.toml").write_text("[[[")
+    text = run(f"{small(project)} --cluster own.toml --nodes 2 --time 00:10:00")
     assert files(project) == {
-        "said", "runs/small/job.sh", "runs/small/job.toml", "runs/small/run.toml"
-    }  # fmt: skip
+        "said",
+        *(f"runs/small/{n}" for n in ("job.sh", "job.toml", "run.toml")),
+    }
     assert (project / "said").read_text() == f"--parsable {folder}/job.sh\n"
     assert stat.S_IMODE((folder / "job.sh").stat().st_mode) == 0o700, "it may have a password"
     assert "#SBATCH --time=00:10:00" in (folder / "job.sh").read_text()
     record = read_submission(folder)
     assert record is not None
-    assert (record.cluster, record.scheduler, record.n_nodes, record.job) == (
-        "own.toml", "slurm", 2, "4712"
-    )  # fmt: skip
-    assert "job 4712" in text
-    assert "trainyard status small" in text
-    assert str(folder / "job-4712.log") in text
+    expected = ("own.toml", "slurm", 2, "4712")
+    assert (record.cluster, record.scheduler, record.n_nodes, record.job) == expected
+    for part in ("job 4712", "trainyard status small", str(folder / "job-4712.log")):
+        assert part in text
     # What each rank reads, it writes again word for word.
     written = (folder / "run.toml").read_text()
     assert render_run(load_run(str(folder / "run.toml")).run) == written
 
 
-def test_a_second_launch_forgets_vain_starts_and_a_damaged_record(project: Path) -> None:
-    vain = project / "runs" / "small" / "logs" / "vain"
-    vain.parent.mkdir(parents=True)
-    vain.write_text("3 \n")
-    (vain.parents[1] / "job.toml").write_text("[[[")
-    run(*small(project))
-    assert not vain.exists()
-
-
 def test_stages_wait_for_each_other(project: Path) -> None:
-    text = run("recipes/benchmark64/full.toml", "--cluster", "slurm", "--nodes", "8",
-               "--stages", "all")  # fmt: skip
+    text = run("recipes/benchmark64/full.toml --cluster slurm --nodes 8 --stages all")
     jobs = project / "runs" / "benchmark64-full"
     after = "--kill-on-invalid-dep=yes"
     assert (project / "said").read_text().splitlines() == [
@@ -129,108 +114,109 @@ def test_stages_wait_for_each_other(project: Path) -> None:
     script = (jobs / "jobs" / "prepare-wikipedia.sh").read_text()
     assert "#SBATCH --array=0-3\n" in script
     assert "prepare recipes/benchmark64/data/wikipedia.toml --workers 32" in script
-    assert "data/wikipedia_20220301_en_text_document.json" in (jobs / "job.sh").read_text()
+    made = re.findall(r"data/\w+_text_document.json", (jobs / "job.sh").read_text())
+    assert "data/wikipedia_20220301_en_text_document.json" in made
     assert "after prepare-wikipedia: job 4715" in text
 
 
-def test_stages_mount_nothing_of_the_nodes_with_gpus(project: Path) -> None:
-    text = run("recipes/azure/175b.toml", "--cluster", "azure-ndv5", "--nodes", "128",
-               "--image", "a#b:c", "--stages", "all", "--dry-run")  # fmt: skip
-    mounts = re.findall(r"--container-mounts=(\S+)", text)
-    assert [mount.count("/opt/microsoft") for mount in mounts] == [0, 0, 2]
+@pytest.mark.parametrize(
+    ("stages", "after"),
+    [("all", ["prepare-oscar"]), ("download,train", ["download-oscar-1gb"]), ("train", [])],
+)
+def test_training_names_the_stages_it_waits_for(
+    project: Path, stages: str, after: list[str]
+) -> None:
+    request = Request("recipes/lumi/13b.toml", cluster="slurm", stages=stages)
+    assert list(plan_jobs(request, project)[1]["train"].after) == after
 
 
-def test_training_names_the_stages_it_waits_for(project: Path) -> None:
-    def after(stages: str) -> Sequence[str]:
-        request = Request("recipes/lumi/13b.toml", cluster="slurm", stages=stages)
-        return plan_jobs(request, project)[1]["train"].after
-
-    assert after("all") == ["prepare-oscar"]
-    assert after("download,train") == ["download-oscar-1gb"]
-    assert list(after("train")) == []
-
-
+@pytest.mark.parametrize(("is_here", "workers"), [(True, "3"), (False, "32")])
 def test_stages_in_an_allocation_use_its_cpus(
-    project: Path, monkeypatch: pytest.MonkeyPatch
+    project: Path, monkeypatch: pytest.MonkeyPatch, is_here: bool, workers: str
 ) -> None:
     monkeypatch.setenv("SLURM_JOB_ID", "1")
     monkeypatch.setattr("os.cpu_count", lambda: 3)
-    for is_here, workers in ((True, "3"), (False, "32")):
-        request = Request(
-            "recipes/lumi/13b.toml", cluster="slurm", stages="prepare", is_here=is_here
-        )
-        job = plan_jobs(request, project)[1]["prepare-oscar"]
-        assert job.arguments[-2:] == ["--workers", workers]
+    request = Request("recipes/lumi/13b.toml", cluster="slurm", stages="prepare", is_here=is_here)
+    job = plan_jobs(request, project)[1]["prepare-oscar"]
+    assert job.arguments[-2:] == ["--workers", workers]
 
 
 def test_some_stages(project: Path) -> None:
-    text = run("recipes/lumi/13b.toml", "--cluster", "slurm", "--stages", "prepare,download",
-               "--contact", "me@example.org; touch marker")  # fmt: skip
+    text = run(
+        "recipes/lumi/13b.toml --cluster slurm --stages prepare,download "
+        "--contact 'me@example.org; touch marker'"
+    )
     assert text == "download-oscar-1gb: job 4712\nprepare-oscar: job 4713\n"
-    script = (project / "runs/lumi-13b/jobs/download-oscar-1gb.sh").read_text()
-    command = [line for line in script.splitlines() if not line.startswith("#")]
-    assert "me@example.org; touch marker" in "\n".join(command)
-    said = (project / "runs/lumi-13b/jobs/prepare-oscar.sh").read_text().splitlines()
-    assert not [line for line in said if "--contact" in line and not line.startswith("#")]
-    run("recipes/lumi/125m.toml", "--cluster", "frontier", "--stages", "prepare")
+    for stage, is_told in (("download-oscar-1gb", True), ("prepare-oscar", False)):
+        lines = (project / f"runs/lumi-13b/jobs/{stage}.sh").read_text().splitlines()
+        command = "\n".join(line for line in lines if not line.startswith("#"))
+        assert ("me@example.org; touch marker" in command) == is_told
+    run("recipes/lumi/125m.toml --cluster frontier --stages prepare")
     script = next((project / "runs" / "lumi-125m" / "jobs").iterdir()).read_text()
     assert "#SBATCH --cpus-per-task=48\n" in script, "a CPU for each worker, unless options say"
 
 
+NO_NAME = [
+    *("a;touch marker", "$(touch marker)", "`touch marker`", 'a"; touch marker; "'),
+    "a\ntouch marker",
+]
+
+
 @pytest.mark.parametrize(
-    ("arguments", "kind", "problem", "hint"),
+    ("words", "problem", "hint"),
     [
-        (["--cluster", "lumii"], MachineError, "no cluster named 'lumii'", "did you mean lumi?"),
-        (["--cluster", "own.toml", "--nodes", "3"], ConfigError,
-         "small cannot run on 3 x 2 ranks: ", "--nodes 2"),
-        (["--cluster", "own.toml", "--ranks-per-node", "3"], LaunchError,
-         "3 ranks per node, but a node has 2 devices", "one rank per device"),
-        (["--cluster", "own.toml", "--account", "a;touch marker"], ConfigError,
-         "--account: 'a;touch marker' is not a name", "launch --help describes"),
-        (["--cluster", "own.toml", "--account", "$(touch marker)"], ConfigError,
-         "is not a name", ""),
-        (["--cluster", "own.toml", "--partition", "a\nb"], ConfigError,
-         "--partition: 'a\\nb' is not a name", ""),
-        (["--cluster", "own.toml", "--hosts", "n1,-x"], ConfigError, "--hosts: '-x' is no", ""),
-        (["--cluster", "own.toml", "--image", "a\tb"], ConfigError, "contains a line break", ""),
-        (["--cluster", "own.toml", "--time", "an hour"], ConfigError,
-         "--time: 'an hour' is not a time: write 12:00:00", ""),
-        (["--cluster", "own.toml", "--image", "x.sif"], LaunchError,
-         "the image x.sif needs a runtime", ""),
-        (["--cluster", "own.toml", "name=a;touch marker"], ConfigError, "name: ", ""),
-        (["--cluster", "own.toml", "name=$(touch marker)"], ConfigError, "name: ", ""),
-        (["--cluster", "own.toml", "name='`touch marker`'"], ConfigError, "name: ", ""),
-        (["--cluster", "own.toml", 'name=a"; touch marker; "'], ConfigError, "name: ", ""),
-        (["--cluster", "own.toml", "name=a\ntouch marker"], ConfigError, "name: ", ""),
-        (["--cluster", "own.toml", "--stages", "tokenize"], LaunchError,
-         "no stage named 'tokenize'", "all, or some of download, prepare, train"),
-        (["--cluster", "own.toml", "--here"], LaunchError,
-         "--here: this shell is not inside an allocation",
-         "start one (salloc --nodes=1 and your options), or omit --here to submit a job"),
-        (["--cluster", "pbs", "--ranks-per-node", "1", "--nodes", "2", "--here"], LaunchError,
-         "--here: this shell is not inside an allocation", "qsub -I -l select=2"),
-        (["--cluster", "local", "--here"], LaunchError,
-         "--here is for the allocations of Slurm and PBS", "omit --here"),
-        (["--cluster", "own.toml", "--stages", "all"], ConfigError, "no data file in data", ""),
-        (["--cluster", "lumi", "--ranks-per-node", "2", "--image", "no.sif",
-          "model.d_model=262144"], MachineError,
-         "small does not fit: ", "larger devices; to launch anyway: --force"),
-        (["--cluster", "lumi", "--ranks-per-node", "2", "--image", "no.sif",
-          "precision.kind=fp8", "precision.fp8.precise_blocks=0"], MachineError,
-         "MI250X GCD has no known peak for fp8 matmuls", "--force"),
-        (["--cluster", "local", "--nodes", "2"], LaunchError, "only this machine", ""),
-        (["--cluster", "ssh", "--nodes", "2", "--ranks-per-node", "1", "--hosts", "n1"],
-         LaunchError, "hosts has 1", ""),
-        (["--cluster", "lumi", "--ranks-per-node", "1"], LaunchError,
-         "singularity needs an image", "--image"),
+        ("--cluster lumii", "no cluster named 'lumii'", "did you mean lumi?"),
+        ("--nodes 3", "small cannot run on 3 x 2 ranks: ", "--nodes 2"),
+        (
+            "--ranks-per-node 3",
+            *("3 ranks per node, but a node has 2 devices", "one rank per device"),
+        ),
+        *((f"--account {shlex.quote(n)}", "is not a name", "launch --help") for n in NO_NAME),
+        ("--partition 'a\nb'", "--partition: 'a\\nb' is not a name", ""),
+        ("--hosts n1,-x", "--hosts: '-x' is no", ""),
+        ("--image 'a\tb'", "contains a line break", ""),
+        (
+            "--time 'an hour'",
+            *("--time: 'an hour' is not a time: write 12:00:00", ""),
+        ),
+        ("--image x.sif", "the image x.sif needs a runtime", ""),
+        *((shlex.quote(f"name={name}"), "name: ", "") for name in NO_NAME),
+        (
+            "--stages tokenize",
+            *("no stage named 'tokenize'", "all, or some of download, prepare, train"),
+        ),
+        (
+            "--here",
+            "--here: this shell is not inside an allocation",
+            "start one (salloc --nodes=1 and your options), or omit --here to submit a job",
+        ),
+        (
+            "--cluster pbs --ranks-per-node 1 --nodes 2 --here",
+            *("--here: this shell is not inside an allocation", "qsub -I -l select=2"),
+        ),
+        (
+            "--cluster local --here",
+            *("--here is for the allocations of Slurm and PBS", "omit --here"),
+        ),
+        ("--stages all", "no data file in data", ""),
+        (
+            "--cluster lumi --ranks-per-node 2 --image no.sif model.d_model=262144",
+            *("small does not fit: ", "larger devices; to launch anyway: --force"),
+        ),
+        (
+            "--cluster lumi --ranks-per-node 2 --image no.sif precision.kind=fp8 "
+            "precision.fp8.precise_blocks=0",
+            *("MI250X GCD has no known peak for fp8 matmuls", "--force"),
+        ),
+        ("--cluster local --nodes 2", "only this machine", ""),
+        ("--cluster ssh --nodes 2 --ranks-per-node 1 --hosts n1", "hosts has 1", ""),
+        ("--cluster lumi --ranks-per-node 1", "singularity needs an image", "--image"),
     ],
-)  # fmt: skip
-def test_what_is_refused(
-    project: Path, arguments: list[str], kind: type[UserError], problem: str, hint: str
-) -> None:
-    overrides = small_overrides(project / "corpus_text_document", 4)
-    with pytest.raises(kind) as caught:
-        run("tiny", "name=small", *overrides, "train.global_batch_size=8", *arguments)
+)
+def test_what_is_refused(project: Path, words: str, problem: str, hint: str) -> None:
+    where = "" if "--cluster" in words else "--cluster own.toml"
+    with pytest.raises(UserError) as caught:
+        run(f"{small(project)} train.global_batch_size=8 {where} {words}")
     assert caught.value.exit_code == 2
     assert problem in caught.value.problem
     assert hint in caught.value.hint
@@ -242,101 +228,89 @@ def test_no_word_of_a_script_ends_what_bash_is_to_read(project: Path) -> None:
     folder = project / "a\nTASK\ntouch marker\nIFS= read -r task <<'TASK'"
     shutil.copytree(ROOT / "recipes" / "lumi", folder)
     with pytest.raises(LaunchError, match="has a control character, and would be a word of a job"):
-        run(f"{folder.name}/13b.toml", "--cluster", "slurm", "--stages", "prepare")
+        run(f"{shlex.quote(folder.name)}/13b.toml --cluster slurm --stages prepare")
     assert files(project) == set()
 
 
 def test_the_stages_make_the_files_that_training_needs(project: Path) -> None:
-    run("recipes/azure/175b.toml", "--cluster", "slurm", "--nodes", "16", "--stages", "all")
+    begun = project / "runs/azure-175b/run.toml"
+    run("recipes/azure/175b.toml --cluster slurm --nodes 16 --stages all")
     assert (project / "data" / "slimpajama").is_dir()
     # Patterns stay until their files are there.
-    kept = load_run(str(project / "runs/azure-175b/run.toml")).run.data
+    kept = load_run(str(begun)).run.data
     assert kept.valid.prefixes == ("data/slimpajama/train_chunk_*_text_document[-15:]",)
     assert "_text_document" not in (project / "runs/azure-175b/job.sh").read_text()
-    run("recipes/benchmark64/tgs.toml", "--cluster", "slurm", "--nodes", "8", "--stages", "all")
-    script = (project / "runs/benchmark64-tgs/job.sh").read_text()
-    made = re.findall(r"data/\w+_text_document.json", script)
-    assert made == [
-        "data/wikipedia_20220301_en_text_document.json",
-        "data/openwebtext_Skylion007_text_document.json",
-    ]
-
-
-def test_stages_of_a_run_that_has_trained_keep_its_files(project: Path) -> None:
-    (project / "data/slimpajama").mkdir(parents=True)
-    for number in range(40):
+    # A run that has trained keeps its files, whatever there is by now.
+    for number in range(41):
         name = f"data/slimpajama/train_chunk_{number:02d}_text_document.bin"
+        if number == 40:
+            found = find_token_files(load_run("recipes/azure/175b.toml").run)
+            (begun.parent / "checkpoints/step-00000004").mkdir(parents=True)
+            begun.write_text(render_run(found))
         (project / name).write_bytes(bytes(8))
-    begun = find_token_files(load_run("recipes/azure/175b.toml").run)
-    (project / "runs/azure-175b/checkpoints/step-00000004").mkdir(parents=True)
-    (project / "runs/azure-175b/run.toml").write_text(render_run(begun))
-    (project / "data/slimpajama/train_chunk_40_text_document.bin").write_bytes(bytes(8))
-    run("recipes/azure/175b.toml", "--cluster", "slurm", "--nodes", "16", "--stages", "all")
-    kept = load_run(str(project / "runs/azure-175b/run.toml")).run
-    assert kept.data == begun.data
-    assert len(kept.data.train.prefixes) == 10
-
-
-def test_a_missing_image_is_found_before_the_queue(project: Path) -> None:
-    with (project / "own.toml").open("a") as file:
-        file.write('[launch.container]\nruntime = "apptainer"\n')
-    with pytest.raises(LaunchError, match=f"there is no image {project}/x.sif"):
-        run(*small(project), "--image", "x.sif")
-    assert files(project) == set()
-
-
-def test_missing_data_is_found_before_the_queue(project: Path) -> None:
-    (project / "corpus_text_document.bin").unlink()
-    with pytest.raises(DataError, match="corpus_text_document"):
-        run(*small(project))
-    assert not (project / "said").exists()
+    (begun.parent / "job.toml").unlink()
+    run("recipes/azure/175b.toml --cluster slurm --nodes 16 --stages all")
+    assert load_run(str(begun)).run.data == found.data
+    assert len(found.data.train.prefixes) == 10
 
 
 def test_a_missing_tokenizer_is_found_before_the_queue(project: Path) -> None:
     (project / "recipes").unlink()
     shutil.copytree(ROOT / "recipes", project / "recipes")
-    oscar = project / "recipes/lumi/data/oscar.toml"
+    oscar = Path("recipes/lumi/data/oscar.toml")
     oscar.write_text(oscar.read_text().replace('"gpt2"', '"data/mine"'))
-    with pytest.raises(
-        DataError, match=r"oscar.toml: the tokenizer data/mine does not exist"
-    ) as caught:
-        run("recipes/lumi/13b.toml", "--cluster", "slurm", "--stages", "all", "--nodes", "2")
+    with pytest.raises(DataError, match=r"oscar.toml: the tokenizer data/mine does not") as caught:
+        run("recipes/lumi/13b.toml --cluster slurm --stages all --nodes 2")
     assert "gpt2 means GPT-2's, which ships" in caught.value.hint
-    assert f"trainyard prepare {oscar.relative_to(project)} --train-tokenizer" in caught.value.hint
+    assert f"trainyard prepare {oscar} --train-tokenizer" in caught.value.hint
     assert files(project) == set()
+
+
+def no_image(project: Path) -> None:
+    with (project / "own.toml").open("a") as file:
+        file.write('[launch.container]\nruntime = "apptainer"\nimage = "x.sif"\n')
+
+
+def stop(project: Path) -> None:
+    (project / "runs" / "small").mkdir(parents=True)
+    (project / "runs" / "small" / "STOP").touch()
+
+
+FOUND_BEFORE_THE_QUEUE: dict[str, Callable[[Path], object]] = {
+    "there is no image .*/x.sif": no_image,
+    "corpus_text_document": lambda project: (project / "corpus_text_document.bin").unlink(),
+    "there is a file": stop,
+    "cannot be written: Not a directory": lambda project: (project / "runs").touch(),
+}
+
+
+@pytest.mark.parametrize("problem", FOUND_BEFORE_THE_QUEUE)
+def test_what_is_wrong_is_found_before_the_queue(project: Path, problem: str) -> None:
+    words = small(project)
+    FOUND_BEFORE_THE_QUEUE[problem](project)
+    with pytest.raises(UserError, match=problem):
+        run(f"{words} --cluster own.toml")
+    assert not (project / "said").exists()
 
 
 def test_a_run_that_is_training(project: Path) -> None:
     with hold(project / "runs" / "small"), pytest.raises(LaunchError, match="is in use: "):
-        run(*small(project))
+        run(f"{small(project)} --cluster own.toml")
 
 
 @pytest.mark.parametrize(("state", "is_refused"), [("PENDING", 1), ("RUNNING", 1), ("FAILED", 0)])
 def test_a_run_that_has_a_job(project: Path, state: str, is_refused: bool) -> None:
-    run(*small(project))
+    words = f"{small(project)} --cluster own.toml"
+    run(words)
     squeue = project / "bin" / "squeue"
     squeue.write_text(f"#!/bin/bash\n[[ $* = *--jobs=4712* ]] && printf '%-32s' {state}\n")
     squeue.chmod(0o755)
     with pytest.raises(LaunchError) if is_refused else nullcontext() as caught:
-        run(*small(project))
+        run(words)
     assert (project / "said").read_text().count("job.sh") == 1 + (not is_refused)
     if caught:
         assert caught.value.problem.endswith(f"small already has job 4712 on own.toml: {state}")
         assert "cancel it (scancel 4712), or launch under another name" in caught.value.hint
-
-
-def test_a_run_that_is_to_stay_down(project: Path) -> None:
-    (project / "runs" / "small").mkdir(parents=True)
-    (project / "runs" / "small" / "STOP").touch()
-    with pytest.raises(GuardError, match="there is a file"):
-        run(*small(project))
-    assert not (project / "said").exists()
-
-
-def test_a_folder_that_cannot_be_written(project: Path) -> None:
-    (project / "runs").write_text("in the way")
-    with pytest.raises(MachineError, match="cannot be written: Not a directory"):
-        run(*small(project))
 
 
 def test_show_cluster(capsys: pytest.CaptureFixture[str], project: Path) -> None:
@@ -356,26 +330,17 @@ def test_show_cluster(capsys: pytest.CaptureFixture[str], project: Path) -> None
         show(["cluster", "lumy"])
 
 
-@pytest.mark.parametrize(
-    ("prefix", "is_made"),
-    [
-        ("data/web_text_document", True),
-        ("data/web_*_document", True),
-        ("./data/*_text_document[:-1]", True),
-        ("dat*/**/web_text_*", True),
-        ("data/sub*/*_text_document", False),
-        ("data/web_x_text_document", False),
-        ("data/web_[0-9]*_text_document", False),
-        ("*_text_document", False),
-    ],
-)
-def test_which_prefixes_a_data_file_makes(prefix: str, is_made: bool) -> None:
+def test_which_prefixes_a_data_file_makes() -> None:
     corpus = Corpus(inputs=("web",), output="data/web", tokenizer="gpt2")
-    assert makes(corpus, prefix) == is_made
-    # Several outputs have numbers.
-    corpus = corpus.model_copy(update={"files_per_output": 2})
-    assert makes(corpus, "data/web_[0-9]*_text_document[:5]")
-    assert makes(corpus, "data/web_1?_text_document")
-    assert makes(corpus, "data/web_999_text_document")
-    assert not makes(corpus, "data/web_text_document")
-    assert not makes(corpus, "data/we_[0-9]*_text_document")
+    several = corpus.model_copy(update={"files_per_output": 2})  # these have numbers
+    for made_by, prefixes, is_made in (
+        (corpus, "data/web_text_document data/web_*_document", True),
+        (corpus, "./data/*_text_document[:-1] dat*/**/web_text_*", True),
+        (corpus, "data/sub*/*_text_document data/web_x_text_document *_text_document", False),
+        (corpus, "data/web_[0-9]*_text_document", False),
+        (several, "data/web_[0-9]*_text_document[:5] data/web_1?_text_document", True),
+        (several, "data/web_999_text_document", True),
+        (several, "data/web_text_document data/we_[0-9]*_text_document", False),
+    ):
+        for prefix in prefixes.split():
+            assert makes(made_by, prefix) == is_made, prefix

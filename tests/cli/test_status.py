@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import pty
-import signal
 import subprocess
 import sys
 import time
@@ -16,22 +14,19 @@ import pytest
 from tests.cluster.conftest import machines, slurm
 from tests.cluster.machines import Machines
 from tests.cluster.slurm import Slurm
-from tests.report.conftest import run_lines, train_line, write_run_folder
-from tests.waiting import WATCHDOG_SECONDS, wait_until
+from tests.command import on_terminal
+from tests.report.conftest import dump, run_lines, train_line, write_run_folder
+from tests.waiting import WATCHDOG_SECONDS
 
 from trainyard.cli.main import main
 from trainyard.config.edit import set_fields
-from trainyard.jobs.status import (
-    Submission,
-    ask_scheduler,
-    read_bad_nodes,
-    read_starts,
-    write_submission,
-)
+from trainyard.jobs.status import Submission, ask_scheduler, write_submission
 from trainyard.launch.lock import hold
+from trainyard.report.run_view import YOUNG_SECONDS, find_state
 from trainyard.training.stop import INTERRUPTED
 
 __all__ = ["machines", "slurm"]
+Capture = pytest.CaptureFixture[str]
 COMMAND = [sys.executable, "-c", "from trainyard.cli.main import main; main()", "status"]
 
 
@@ -42,23 +37,24 @@ def end(folder: Path, reason: str, exit_code: int) -> None:
 
 def add(folder: Path, *lines: dict[str, Any]) -> None:
     with (folder / "metrics.jsonl").open("a") as file:
-        file.write("".join(json.dumps(line) + "\n" for line in lines))
+        file.write(dump([*lines]))
 
 
-def save(folder: Path, step: int) -> None:
-    checkpoint = folder / "checkpoints" / f"step-{step:08d}"
-    checkpoint.mkdir(parents=True)
-    (checkpoint / "manifest.json").write_text("{}")
-    (checkpoint / "model-00000-of-00001.safetensors").write_bytes(bytes(2046))
-    hour_ago = time.time() - 3600
-    os.utime(checkpoint / "manifest.json", (hour_ago, hour_ago))
-
-
-def status(folder: Path, capsys: pytest.CaptureFixture[str], *options: str) -> str:
+def run(capsys: Capture, *words: object) -> tuple[int, str]:
     with pytest.raises(SystemExit) as ended:
-        main(["status", str(folder), *options])
-    assert ended.value.code == 0
-    return capsys.readouterr().out
+        main(["status", *map(str, words)])
+    captured = capsys.readouterr()
+    return int(ended.value.code or 0), captured.out + captured.err
+
+
+def status(folder: Path, capsys: Capture) -> str:
+    code, said = run(capsys, folder)
+    assert code == 0, said
+    return said
+
+
+def status_json(folder: Path, capsys: Capture) -> Any:
+    return json.loads(run(capsys, folder, "--json")[1])
 
 
 @pytest.fixture
@@ -73,21 +69,25 @@ def young(tmp_path: Path) -> Path:
     return write_run_folder(tmp_path / "tiny", run_lines(3)[:-3])
 
 
-def test_a_run_that_trains(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_run_that_trains(folder: Path, capsys: Capture) -> None:
     lines = [
         *run_lines(8)[:-1],
         {"kind": "end", "time": 1009.0, "step": 8, "reason": "received SIGUSR1"},
         {"kind": "start", "time": 1020.0, "step": 8, "resumed": True, "device": "GPU"},
         train_line(9, 5.1, time=time.time() - 1, seconds_left=7255.0),
     ]
-    (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    save(folder, 4)
-    save(folder, 8)
+    (folder / "metrics.jsonl").write_text(dump(lines))
+    checkpoint = folder / "checkpoints" / "step-00000008"
+    checkpoint.mkdir(parents=True)
+    (checkpoint / "manifest.json").write_text("{}")
+    (checkpoint / "model-00000-of-00001.safetensors").write_bytes(bytes(2046))
+    os.utime(checkpoint / "manifest.json", 2 * (time.time() - 3600,))
     tasks = {f"arc/{n}": {"n_items": 9, "step": 8, "accuracy": 0.25} for n in range(12)}
     (folder / "evaluation.json").write_text(json.dumps({"tasks": tasks}))
     with hold(folder):
+        end(folder, "of an earlier start", 75)
         said = status(folder, capsys).splitlines()
-    assert said[0].startswith("tiny: training: process ")
+    assert said[0].startswith(f"tiny: training: process {os.getpid()} on ")
     assert said[1:] == [
         "step        9 of 50 (18%)",
         "loss        5.1000; held out 4.5000 at step 8",
@@ -102,20 +102,26 @@ def test_a_run_that_trains(folder: Path, capsys: pytest.CaptureFixture[str]) -> 
     ]
 
 
+def test_without_locks_the_age_of_the_metrics_has_to_do(tmp_path: Path) -> None:
+    (tmp_path / "lock").symlink_to("lock")  # which nobody can open
+    metrics = tmp_path / "metrics.jsonl"
+    metrics.touch()
+    assert find_state(tmp_path)[0] == "training"
+    os.utime(metrics, (0, metrics.stat().st_mtime - 2 * YOUNG_SECONDS))
+    assert find_state(tmp_path)[0] == "lost"
+
+
 def test_a_loss_of_long_ago_is_not_shown_beside_the_newest_step(
-    folder: Path, capsys: pytest.CaptureFixture[str]
+    folder: Path, capsys: Capture
 ) -> None:
-    lines = [*run_lines(8)[:-1], *(train_line(step, None) for step in (9, 10))]
-    (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    add(folder, *(train_line(step, None) for step in (21, 22)))
     said = status(folder, capsys)
-    assert "step        10 of 50" in said
+    assert "step        22 of 50" in said
     assert "loss        none: the newest steps were skipped; held out" in said
-    assert json.loads(status(folder, capsys, "--json"))["loss"] is None
+    assert status_json(folder, capsys)["loss"] is None
 
 
-def test_starts_ends_and_nodes_that_failed(
-    folder: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_starts_ends_and_nodes_that_failed(folder: Path, capsys: Capture) -> None:
     (folder / "starts.log").write_text(
         "2026-11-22T02:30:00Z start 4711 0 n[1-2]\n"
         "2026-11-22T04:29:00Z end 4711 75 requeue\n"
@@ -128,8 +134,6 @@ def test_starts_ends_and_nodes_that_failed(
     (folder / "bad_nodes").write_text("n1 2\nn3 1\nnonsense\n")
     record = {"cluster": "basement", "scheduler": "ssh", "n_nodes": 2}
     write_submission(folder, Submission(**record, submitted="2026-11-22T02:29:00Z"))
-    assert [start.exit_code for start in read_starts(folder)] == [75, None, None]
-    assert read_bad_nodes(folder) == {"n1": 2, "n3": 1}
     with hold(folder):
         said = status(folder, capsys)
     assert "job         2 nodes of basement, since 2026-11-22T02:29:00Z\n" in said
@@ -159,29 +163,23 @@ AGAIN = "; the same command continues"
     ],
 )
 def test_a_run_that_does_not_train(
-    folder: Path,
-    capsys: pytest.CaptureFixture[str],
-    reason: str,
-    code: Any,
-    state: str,
-    text: str,
+    folder: Path, capsys: Capture, reason: str, code: Any, state: str, text: str
 ) -> None:
     if code is not None:
         end(folder, reason, code)
-    found: dict[str, Any] = json.loads(status(folder, capsys, "--json"))
+    found = status_json(folder, capsys)
     assert (found["state"], found["text"]) == (state, text)
     assert (found["step"], found["n_steps"], found["checkpoint"]) == (20, 50, None)
-    assert found["seconds_left"] is None
-    assert found["tokens_per_second"] == 4 * 512
+    assert (found["seconds_left"], found["tokens_per_second"]) == (None, 4 * 512)
 
 
-def test_a_run_that_was_never_started(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_run_that_was_never_started(tmp_path: Path, capsys: Capture) -> None:
     folder = write_run_folder(tmp_path / "tiny", [])
     for name in ("plan.json", "metrics.jsonl"):
         (folder / name).unlink()
     said = status(folder, capsys)
     assert said.startswith("tiny: not started yet\nstep        not known yet\n")
-    assert json.loads(status(folder, capsys, "--json"))["state"] == "new"
+    assert status_json(folder, capsys)["state"] == "new"
 
 
 @pytest.mark.parametrize(
@@ -199,7 +197,7 @@ def test_a_run_that_was_never_started(tmp_path: Path, capsys: pytest.CaptureFixt
 )  # fmt: skip
 def test_how_often_to_save(
     folder: Path,
-    capsys: pytest.CaptureFixture[str],
+    capsys: Capture,
     stall: float | None,
     seconds: float,
     interval: int,
@@ -215,28 +213,6 @@ def test_how_often_to_save(
     assert f"save every  {text}" in said if text else "save every" not in said
 
 
-def test_by_name(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    (tmp_path / "runs").mkdir()
-    write_run_folder(tmp_path / "runs" / "tiny", run_lines())
-    monkeypatch.chdir(tmp_path)
-    assert status(Path("tiny"), capsys).startswith("tiny: not running, reason unknown")
-
-
-def test_no_such_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    refusals = {
-        ("absent",): "error: no folder ",
-        (".",): "is not a run folder: it has no run.toml",
-        (".", "--json", "--follow"): "--follow needs a run, and prints no JSON",
-    }
-    for (name, *options), text in refusals.items():
-        with pytest.raises(SystemExit) as ended:
-            main(["status", str(tmp_path / name), *options])
-        assert ended.value.code == 2
-        assert text in capsys.readouterr().err
-
-
 def test_a_scheduler_that_is_not_here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
     for scheduler, program in (("slurm", "squeue"), ("pbs", "qstat")):
@@ -248,19 +224,14 @@ def test_a_scheduler_that_is_not_here(tmp_path: Path, monkeypatch: pytest.Monkey
     ("answer", "phase", "text", "nodes"),
     [
         ({"job_state": "R", "exec_host": "n1/0*4+n2/0*4"}, "running", "R", "n1,n2"),
-        (
-            {"job_state": "Q", "comment": "Not Running:  no nodes"},
-            "waiting",
-            "Q Not Running: no nodes",
-            "",
-        ),
+        ({"job_state": "Q", "comment": "Full:  wait"}, "waiting", "Q Full: wait", ""),
         ({"job_state": "F", "Exit_status": 0}, "ended", "F", ""),
     ],
 )
 def test_what_qstat_answers_of_the_job_that_goes_on(
     folder: Path,
     tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
+    capsys: Capture,
     monkeypatch: pytest.MonkeyPatch,
     answer: dict[str, object],
     phase: str,
@@ -275,7 +246,7 @@ def test_what_qstat_answers_of_the_job_that_goes_on(
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
     write_submission(folder, Submission(cluster="c", scheduler="pbs", n_nodes=2, job="8.n3"))
     (folder / "starts.log").write_text("T1 resubmitted 8.n3 9.n3\nT2 resubmitted 9.n3 0.n3\n")
-    found = json.loads(status(folder, capsys, "--json"))
+    found = status_json(folder, capsys)
     assert found["submission"]["job"] == "0.n3"
     assert found["job"] == {"phase": phase, "text": text, "nodes": nodes}
 
@@ -297,45 +268,14 @@ def test_followed_off_a_terminal_it_prints_lines_until_the_run_has_ended(young: 
     assert (rest, watching.returncode) == ("step 4: ended: done\nended: done\n", 0)
 
 
-@pytest.mark.parametrize("stop", ["the run ends", "Ctrl-C"])
-def test_followed_on_a_terminal_it_shows_the_run_until_it_ends(young: Path, stop: str) -> None:
-    ours, theirs = pty.openpty()
-    seen = ""
-
-    def read() -> str:
-        nonlocal seen
-        try:
-            seen += os.read(ours, 65536).decode(errors="replace")
-        except OSError:  # nobody writes any more
-            return seen
-        return seen
-
+def test_followed_on_a_terminal_it_shows_the_run_until_ctrl_c(young: Path) -> None:
     with hold(young):
-        sized = os.environ | {"COLUMNS": "100", "LINES": "40", "TERM": "xterm"}
-        watching = subprocess.Popen(
-            [*COMMAND, str(young), "--follow"],
-            stdin=theirs,
-            stdout=theirs,
-            stderr=theirs,
-            env=sized,
-        )
-        os.close(theirs)
-        wait_until(lambda: "3 of 50 (6%)" in read())
-        assert f"training: process {os.getpid()} on " in seen
-        add(young, train_line(4, 5.5))
-        wait_until(lambda: "4 of 50 (8%)" in read())
-        if stop == "Ctrl-C":
-            watching.send_signal(signal.SIGINT)
-            assert watching.wait(WATCHDOG_SECONDS) == 0
-        else:
-            end(young, "done", 0)
-    wait_until(lambda: watching.poll() is not None or not read())
-    assert watching.wait(WATCHDOG_SECONDS) == 0
-    while len(seen) < len(read()):
-        pass
-    os.close(ours)
-    assert "Traceback" not in seen
-    assert ("ended: done" in seen) == (stop != "Ctrl-C")
+        pressed = [("3 of 50 (6%)", "\x03")]
+        sized = {"COLUMNS": "100", "LINES": "40", "TERM": "xterm"}
+        words = ("status", str(young), "--follow")
+        code, seen = on_terminal(*words, folder=young, typed=pressed, **sized)
+    assert f"training: process {os.getpid()} on " in seen
+    assert (code, "Traceback" in seen) == (0, False)
 
 
 @pytest.mark.exhaustive
@@ -362,29 +302,30 @@ def test_jobs_of_a_real_slurm(slurm: Slurm, machines: Machines, folder: Path) ->
 
 
 def test_without_a_run_it_lists_all(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Capture
 ) -> None:
     monkeypatch.chdir(tmp_path)
-
-    def run(*options: str) -> tuple[int, str]:
-        with pytest.raises(SystemExit) as ended:
-            main(["status", *options])
-        captured = capsys.readouterr()
-        return int(ended.value.code or 0), captured.out + captured.err
-
-    assert run() == (2, "error: no run in runs/\nhint: trainyard train RUN_FILE starts one\n")
+    none = "error: no run in runs/\nhint: trainyard train RUN_FILE starts one\n"
+    assert run(capsys) == (2, none)
     (tmp_path / "runs").mkdir()
     end(write_run_folder(tmp_path / "runs" / "one", run_lines()), "done", 0)
     write_run_folder(tmp_path / "runs" / "two", [])
     write_run_folder(tmp_path / "runs" / "three", run_lines())
     (tmp_path / "runs" / "three" / "plan.json").write_text("[")
-    code, printed = run()
+    code, printed = run(capsys)
     rows = [line.split() for line in printed.splitlines()]
     assert (code, rows[0]) == (0, ["run", "state", "step", "loss", "last", "step"])
     assert rows[1][:7] == ["one", "done", "20", "of", "50", "(40%)", "4.0000"]
     assert rows[1][-1] == "ago"
     assert rows[2][:3] == ["three", "not", "readable"]
     assert rows[-1][:6] == ["two", "lost", "not", "known", "yet", "not"]
-    code, printed = run("--json")
+    code, printed = run(capsys, "--json")
     assert [one["name"] for one in json.loads(printed)] == ["one", "two"]
-    assert run("--follow")[0] == 2
+    for words, text in (
+        (("--follow",), "--follow needs a run, and prints no JSON"),
+        (("one", "--json", "--follow"), "--follow needs a run, and prints no JSON"),
+        (("absent",), "error: no folder "),
+        (("runs",), "is not a run folder: it has no run.toml"),
+    ):
+        code, printed = run(capsys, *words)
+        assert code == 2 and text in printed
