@@ -152,77 +152,59 @@ def test_prose_of_any_script_is_kept(language: str) -> None:
     assert quality_fault(PROSE[language], english) == reason
 
 
-@pytest.mark.parametrize(
-    ("text", "rules", "fault"),
-    [
-        ("one two three", {"min_words": 4}, "too few words"),
-        ("one two three", {"min_words": 3}, KEPT),
-        (" one\u3000two\xa0three\n", {"min_words": 4}, "too few words"),
-        ("", {"min_words": 1}, "too few words"),
-        ("", {}, KEPT),
-        ("ab cd", {"min_mean_word_length": 2.5}, "words too short"),
-        ("ab cde", {"min_mean_word_length": 2.5}, KEPT),
-        ("abcd abc", {"max_mean_word_length": 3.0}, "words too long"),
-        ("ab1 2é 漢3", {"min_letter_share": 0.6}, "too few letters"),
-        ("ab1 2é 漢3", {"min_letter_share": 0.5}, KEPT),
-        ("a # b ... c", {"max_symbol_to_word_ratio": 0.2}, KEPT),
-        ("a # b # c", {"max_symbol_to_word_ratio": 0.2}, "too many symbols"),
-        ("a b… c...", {"max_symbol_to_word_ratio": 0.5}, "too many symbols"),
-        ("• a\n - b\n\n\nc", {"max_bullet_line_share": 0.6}, "too many bullets"),
-        ("• a\n - b\n\n\nc", {"max_bullet_line_share": 0.7}, KEPT),
-        ("a\nb\n a \n\n\na", {"max_repeated_line_share": 0.4}, "too many repeated lines"),
-        ("a\nb\n a \n\n\na", {"max_repeated_line_share": 0.5}, KEPT),
-        ("1 2", {"min_mean_word_length": 2.0, "min_letter_share": 1.0}, "words too short"),
-        ("a = 1 2 3", {"min_letter_word_share": 0.3}, "too few words with letters"),
-        ("a = 1 2 3", {"min_letter_word_share": 0.25}, KEPT),
-        ("the The the.", {"stop_words": ("the", "of")}, "too few stop words"),
-        ("the other of", {"stop_words": ("the", "of")}, KEPT),
-        ("in {this}", {"curly_brackets": False}, "curly brackets"),
-        ("a ...\nb …\n\nc", {"max_ellipsis_line_share": 0.6}, "too many ellipses"),
-        ("a ...\nb …\n\nc", {"max_ellipsis_line_share": 0.7}, KEPT),
-        ("a\nb\nc", {"min_punctuated_line_share": 0.1}, "too few lines end a sentence"),
-        ("a.\nb\nc", {"min_punctuated_line_share": 0.3}, KEPT),
-        ("a\nb\nc?\n\nd\n e", {"min_punctuated_line_share": 0.5}, KEPT),
-        (f"{'a' * 30}\n{'b' * 31}", {"max_short_line_share": 0.4}, "too many short lines"),
-        (f"{'a' * 30}\n{'b' * 31}", {"max_short_line_share": 0.5}, KEPT),
-        ("a b\nc\nd", {"max_lines_per_word": 0.4}, "too many lines for its words"),
-        ("a b\nc\nd", {"max_lines_per_word": 0.5}, KEPT),
-        ("ab\ncd ef\nab", {"max_repeated_line_character_share": 0.2}, "too much in repeated lines"),
-        ("ab\ncd ef\nab", {"max_repeated_line_character_share": 0.3}, KEPT),
-        (
-            "a\nb\n\nc\n\na\nb",
-            {"max_repeated_paragraph_share": 0.3},
-            "too many repeated paragraphs",
-        ),
-        ("a\nb\n\nc\n\na\nb", {"max_repeated_paragraph_share": 0.4}, KEPT),
-        (
-            "a\nb\n\nc\n\na\nb",
-            {"max_repeated_paragraph_character_share": 0.4},
-            "too much in repeated paragraphs",
-        ),
-        ("a b c d a b e f", {"max_top_n_gram_shares": (0.4,)}, "one group of 2 words too often"),
-        ("a b c d a b e f", {"max_top_n_gram_shares": (0.54, 0.1)}, KEPT),
-        (
-            "a b c a b c d e f g",
-            {"max_top_n_gram_shares": (1, 0.5)},
-            "one group of 3 words too often",
-        ),
-        (
-            "a b c d e f g a b c d e",
-            {"max_repeated_n_gram_shares": (0.39,)},
-            "too much in repeated groups of 5 words",
-        ),
-        ("a b c d e f g a b c d e", {"max_repeated_n_gram_shares": (0.42, 0.0)}, KEPT),
-        (
-            "a b c d e f " * 2,
-            {"max_repeated_n_gram_shares": (1, 0.4)},
-            "too much in repeated groups of 6 words",
-        ),
-        ("ab ba ab ba", {"max_top_n_gram_shares": (0.9,)}, "one group of 2 words too often"),
-    ],
-)
-def test_quality_names_the_first_rule_broken(text: str, rules: dict[str, Any], fault: str) -> None:
-    assert quality_fault(text, quality(**rules)) == fault
+# A text, a limit that it breaks, and one that it keeps to.
+REPEATS = "too much in repeated"
+WORDS, TWICE = "a b c d e f g a b c d e", "a b c d e f a b c d e f "
+LIMITS: list[tuple[str, str, Any, Any, str]] = [
+    ("min_words", " one\u3000two\xa0three\n", 4, 3, "too few words"),
+    ("min_words", "", 1, 0, "too few words"),
+    ("min_mean_word_length", "ab cd", 2.5, 2.0, "words too short"),
+    ("min_mean_word_length", "ab cde", 2.6, 2.5, "words too short"),
+    ("max_mean_word_length", "abcd abc", 3.0, 3.5, "words too long"),
+    ("min_letter_share", "ab1 2é 漢3", 0.6, 0.5, "too few letters"),
+    ("max_symbol_to_word_ratio", "a # b # c", 0.2, 0.4, "too many symbols"),
+    ("max_symbol_to_word_ratio", "a # b ... c", 0.1, 0.2, "too many symbols"),
+    ("max_symbol_to_word_ratio", "a b… c...", 0.5, 0.7, "too many symbols"),
+    ("max_bullet_line_share", "• a\n - b\n\n\nc", 0.6, 0.7, "too many bullets"),
+    ("max_repeated_line_share", "a\nb\n a \n\n\na", 0.4, 0.5, "too many repeated lines"),
+    ("min_letter_word_share", "a = 1 2 3", 0.3, 0.25, "too few words with letters"),
+    ("stop_words", "the The the.", ("the", "of"), (), "too few stop words"),
+    ("stop_words", "the other of", ("the", "a"), ("the", "of"), "too few stop words"),
+    ("curly_brackets", "in {this}", False, True, "curly brackets"),
+    ("max_ellipsis_line_share", "a ...\nb …\n\nc", 0.6, 0.7, "too many ellipses"),
+    ("min_punctuated_line_share", "a.\nb\nc", 0.4, 0.3, "too few lines end a sentence"),
+    ("min_punctuated_line_share", "a\nb\nc?\n\nd\n e", 0.6, 0.5, "too few lines end a sentence"),
+    ("max_short_line_share", f"{'a' * 30}\n{'b' * 31}", 0.4, 0.5, "too many short lines"),
+    ("max_lines_per_word", "a b\nc\nd", 0.4, 0.5, "too many lines for its words"),
+    ("max_repeated_line_character_share", "ab\ncd ef\nab", 0.2, 0.3, f"{REPEATS} lines"),
+    ("max_repeated_paragraph_share", "a\nb\n\nc\n\na\nb", 0.3, 0.4, "too many repeated paragraphs"),
+    ("max_repeated_paragraph_character_share", "a\n\nc\n\na", 0.3, 0.4, f"{REPEATS} paragraphs"),
+    (
+        "max_top_n_gram_shares",
+        "a b c d a b e f",
+        (0.4,),
+        (0.54, 0.1),
+        "one group of 2 words too often",
+    ),
+    ("max_top_n_gram_shares", "ab ba ab ba", (0.9,), (1,), "one group of 2 words too often"),
+    ("max_top_n_gram_shares", "a b c a b c d", (1, 0.8), (1, 1), "one group of 3 words too often"),
+    ("max_repeated_n_gram_shares", WORDS, (0.39,), (0.42, 0.0), f"{REPEATS} groups of 5 words"),
+    ("max_repeated_n_gram_shares", TWICE, (1, 0.4), (1, 0.6), f"{REPEATS} groups of 6 words"),
+]
+
+
+@pytest.mark.parametrize(("rule", "text", "broken", "kept", "fault"), LIMITS)
+def test_quality_names_the_rule_broken(
+    rule: str, text: str, broken: Any, kept: Any, fault: str
+) -> None:
+    assert quality_fault(text, quality(**{rule: broken})) == fault
+    assert quality_fault(text, quality(**{rule: kept})) == KEPT
+
+
+def test_quality_names_the_first_rule_broken() -> None:
+    rules = quality(min_mean_word_length=2.0, min_letter_share=1.0)
+    assert quality_fault("1 2", rules) == "words too short"
+    assert quality_fault("", quality()) == KEPT
 
 
 def test_quality_drops_rubbish_and_keeps_novels(shared_data: Path) -> None:

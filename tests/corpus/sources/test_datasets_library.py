@@ -1,4 +1,4 @@
-"""Tests of folders that Hugging Face's datasets library wrote, and of Arrow files.
+"""Tests of folders that Hugging Face's datasets library wrote, and of Arrow and Parquet files.
 
 `datasets_library/make_datasets.py` wrote the folders beside it with the real library.
 """
@@ -10,6 +10,7 @@ import shutil
 from pathlib import Path
 
 import pyarrow
+import pyarrow.parquet
 import pytest
 
 from trainyard.corpus.sources.batch import Fault
@@ -32,7 +33,7 @@ def read(path: Path, key: str = "content") -> tuple[list[str], list[str], list[F
         sets += batch.fields.get("meta.set", [])
         faults += batch.faults
         n_bytes += batch.n_bytes
-    assert faults or n_bytes == size
+    assert faults or n_bytes == size or path.suffix == ".parquet"
     return texts, sets, faults
 
 
@@ -40,7 +41,12 @@ def read_all(*inputs: Path) -> list[str]:
     return [text for path in find_files(list(map(str, inputs))) for text in read(path)[0]]
 
 
-def write(path: Path, table: pyarrow.Table, rows: int, kind: str = "stream", **options) -> Path:
+def write(folder: Path, table: pyarrow.Table, rows: int, kind: str = "stream", **options) -> Path:
+    if kind == "parquet":
+        path = folder / "a.parquet"
+        pyarrow.parquet.write_table(table, path, row_group_size=rows)
+        return path
+    path = folder / "a.arrow"
     new = pyarrow.ipc.new_stream if kind == "stream" else pyarrow.ipc.new_file
     with new(path, table.schema, options=pyarrow.ipc.IpcWriteOptions(**options)) as writer:
         writer.write_table(table, max_chunksize=rows)
@@ -102,31 +108,38 @@ def test_descriptions_are_no_text_and_a_state_of_ones_own_is(tmp_path: Path) -> 
     assert [path.name for path in files] == ["a.parquet", "state.json"]
 
 
-@pytest.mark.parametrize("kind", ["stream", "file"])
+@pytest.mark.parametrize("kind", ["stream", "file", "parquet"])
 @pytest.mark.parametrize("compression", [None, "zstd"])
-def test_both_formats_and_long_batches(tmp_path: Path, kind: str, compression: str | None) -> None:
+def test_all_formats_and_long_batches(tmp_path: Path, kind: str, compression: str | None) -> None:
     texts = [f"row {n} é" for n in range(3000)]
     table = pyarrow.table({"id": range(3000), "content": pyarrow.array(texts, "large_string")})
-    path = write(tmp_path / "a.arrow", table, 1300, kind, compression=compression)
+    path = write(tmp_path, table, 1300, kind, compression=compression)
     assert read(path)[::2] == (texts, [])
 
 
-@pytest.mark.parametrize("kind", ["stream", "file"])
+@pytest.mark.parametrize("kind", ["stream", "file", "parquet"])
 def test_faults_name_the_row(tmp_path: Path, kind: str) -> None:
     broken = pyarrow.array([b"a", b"\xff", None, b"d"], pyarrow.binary())
     text = pyarrow.Array.from_buffers(pyarrow.string(), 4, broken.buffers())
-    path = write(tmp_path / "a.arrow", pyarrow.table({"text": text, "n": range(4)}), 2, kind)
+    path = write(tmp_path, pyarrow.table({"text": text, "n": range(4)}), 2, kind)
     texts, _, faults = read(path, "text")
     assert texts == ["a", "d"]
     assert [(f.kind, f.position) for f in faults] == [("invalid UTF-8", 2), ("not a string", 3)]
-    faults = read(path, "txt")[2]
-    assert faults[0].detail == 'there is no key "txt"; the keys are: text, n'
-    assert (faults[0].n_documents, len(faults)) == (4, 1)
+    (fault,) = read(path, "txt")[2]
+    assert fault.detail == 'there is no key "txt"; the keys are: text, n'
+    assert (fault.n_documents, 'did you mean "text"?' in fault.hint) == (4, True)
+    path.write_bytes(path.read_bytes()[:-20])
+    assert read(path, "text")[2][-1].kind == "damaged file"
+    write(tmp_path, pyarrow.table([["a"], ["b"], ["c"]], ["text", "n", "text"]), 1, kind)
+    assert read(path, "n")[::2] == (["b"], [])
+    texts, _, (fault,) = read(path, "text")
+    assert (texts, fault.kind) == ([], "ambiguous column")
+    assert '2 columns are called "text"; the columns are: text, n, text' in fault.detail
 
 
 def test_damage_keeps_the_rows_before_it(tmp_path: Path) -> None:
     table = pyarrow.table({"content": TEXTS * 100})
-    whole = write(tmp_path / "a.arrow", table, 100).read_bytes()
+    whole = write(tmp_path, table, 100).read_bytes()
     path = tmp_path / "b.arrow"
     cuts = {0: 0, 100: 0, len(whole) // 2: 200, len(whole) - 8: 500}
     for n_bytes, n_rows in cuts.items():
@@ -141,7 +154,7 @@ def test_offsets_outside_the_file_are_damage(tmp_path: Path) -> None:
     text = pyarrow.Array.from_buffers(
         pyarrow.string(), 2, [None, offsets, pyarrow.py_buffer(b"abc")]
     )
-    path = write(tmp_path / "a.arrow", pyarrow.table({"content": text}), 2)
+    path = write(tmp_path, pyarrow.table({"content": text}), 2)
     texts, _, (fault,) = read(path)
     assert (texts, fault.kind) == ([], "damaged file")
 

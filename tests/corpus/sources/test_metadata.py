@@ -46,19 +46,15 @@ COLUMNS = {
 }
 
 
-@pytest.mark.parametrize("fault", [b"", b"bad\n"], ids=["typed", "one by one"])
-def test_metadata_of_json_lines(tmp_path: Path, fault: bytes) -> None:
-    data = fault + b"".join(json.dumps(row).encode() + b"\n" for row in ROWS)
+JSON_LINES = b"".join(json.dumps(row).encode() + b"\n" for row in ROWS)
+TABLE = pyarrow.Table.from_pylist([*ROWS[:2], {**ROWS[2], "text": None}, *ROWS[2:]])
+
+
+@pytest.mark.parametrize(
+    "data", [JSON_LINES, b"bad\n" + JSON_LINES, TABLE], ids=["typed", "one by one", "Parquet"]
+)
+def test_metadata_is_that_of_the_texts(tmp_path: Path, data: bytes | pyarrow.Table) -> None:
     assert read_fields(tmp_path, data, *COLUMNS) == COLUMNS
-
-
-def test_metadata_of_parquet(tmp_path: Path) -> None:
-    assert read_fields(tmp_path, pyarrow.Table.from_pylist(ROWS), *COLUMNS) == COLUMNS
-
-
-def test_a_row_of_parquet_that_is_left_out_takes_its_metadata_along(tmp_path: Path) -> None:
-    table = pyarrow.table({"text": ["a", None, "c"], "n": [1, 2, 3]})
-    assert read_fields(tmp_path, table, "n") == {"n": ["1", "3"]}
 
 
 @pytest.mark.parametrize("fault", [b"", b"bad\n"], ids=["typed", "one by one"])
@@ -66,13 +62,6 @@ def test_metadata_that_is_no_string_is_json(tmp_path: Path, fault: bytes) -> Non
     values = [b"true", b"1.0", b'[1, "a"]', b'{"b": 2}', b"123456789012345678901234567890", b"NaN"]
     data = fault + b"".join(b'{"m": %b, "text": ""}\n' % value for value in values)
     assert read_fields(tmp_path, data, "m") == {"m": [value.decode() for value in values]}
-
-
-def test_formats_without_metadata_have_empty_columns(tmp_path: Path) -> None:
-    path = tmp_path / "a.txt"
-    path.write_bytes(b"text")
-    (batch,) = read_documents(Segment(path, 0, 4), "text", ("m", "n.o"))
-    assert batch.fields == {"m": [""], "n.o": [""]}
 
 
 @pytest.mark.parametrize("fields", [("m", "m.a"), ("m.a", "m"), ("text",)])
