@@ -171,7 +171,7 @@ def test_several_outputs_are_listed(folder: Path) -> None:
         ("in -o o --fetch http://me:pass@host/x", "--fetch takes the name of a corpus", "hint: "),
         ("field.toml", "input: unknown field; did you mean 'inputs'?  [field.toml]", ""),
         ("list.toml", 'inputs: must be a list, such as ["a", "b"] or [1, 2] (got \'in\')', ""),
-        ("type.toml", "json_key: Input should be a valid string (got 3)  [type.toml]", ""),
+        ("type.toml", "json_key: must be a valid string (got 3)  [type.toml]", ""),
     ],
 )
 def test_a_mistake_is_named(folder: Path, words: str, problem: str, hint: str) -> None:

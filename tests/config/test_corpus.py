@@ -57,13 +57,13 @@ def kinds(*names: str) -> str:
 
 COMPARE_LAST = "deduplication must come last"
 PROBLEMS = [
-    (HEAD + 'append_eod = "yes"', "append_eod: Input should be a valid boolean (got 'yes')"),
-    (HEAD + 'special_tokens = "drop"', "special_tokens: Input should be 'text' or 'parse' (got"),
+    (HEAD + 'append_eod = "yes"', "append_eod: must be a valid boolean (got 'yes')"),
+    (HEAD + 'special_tokens = "drop"', "special_tokens: must be 'text' or 'parse' (got"),
     (step('kind = "keep"\nfield = "a"'), "steps.0.keep.values: required field is missing"),
     (step('kind = "keep"\nfield = "a"\nvalues = []'), "steps.0.keep.values: needs at least one"),
-    (step('kind = "normalize"\nform = "NFD"'), "steps.0.normalize.form: Input should be 'NFC'"),
-    (step('kind = "length"\nmin_characters = -5'), "steps.0.length.min_characters: Input should"),
-    (step('kind = "near_deduplicate"\nbands = 0'), "steps.0.near_deduplicate.bands: Input should"),
+    (step('kind = "normalize"\nform = "NFD"'), "steps.0.normalize.form: must be 'NFC'"),
+    (step('kind = "length"\nmin_characters = -5'), "steps.0.length.min_characters: must"),
+    (step('kind = "near_deduplicate"\nbands = 0'), "steps.0.near_deduplicate.bands: must"),
     (step('kind = "deduplicate"\nseed = 3'), "steps.0.deduplicate.seed: unknown field"),
     (step('kind = "quality"\nmin_word = 3'), "unknown field; did you mean 'min_words'?"),
     (step('kind = "near_dedup"'), "steps.0: unknown kind; known: "),

@@ -47,7 +47,7 @@ def test_all_families_are_there() -> None:
     families = Counter(name.partition("-")[0] for name in preset_names())
     assert families == {
         **{"gpt3": 8, "mds": 8, "polaris": 40, "msamp": 3, "azure": 7, "modern": 7, "llama": 2},
-        **{"demo": 1, "laptop": 1, "tiny": 1, "qwen3": 1, "smollm2": 2, "olmo": 1},
+        **{"demo": 1, "gpt2": 1, "laptop": 1, "tiny": 1, "qwen3": 1, "smollm2": 2, "olmo": 1},
     }
 
 

@@ -21,12 +21,12 @@ RAMP = "train.batch_ramp={{start={},increment={},length='99 tokens'}}"
 COOLDOWN = "schedule.kind=warmup_stable_decay; schedule.cooldown"
 IMPOSSIBLE = [
     # wrong types
-    ("model.n_layers='4'", "model.n_layers: Input should be a valid integer (got '4')"),
-    ("model.n_layers.x=4", "Input should be a valid integer (got {'x': 4})"),
-    ("model.end_of_document_id=-1", "Input should be greater than or equal to 0 (got -1)"),
+    ("model.n_layers='4'", "model.n_layers: must be a valid integer (got '4')"),
+    ("model.n_layers.x=4", "must be a valid integer (got {'x': 4})"),
+    ("model.end_of_document_id=-1", "must be greater than or equal to 0 (got -1)"),
     ("model.end_of_document_id=600", "end_of_document_id=600 is not below vocabulary_size=512"),
     ("data.blend.prefixes=a", "data.blend.prefixes: must be a list, such as"),
-    ("data.blend.prefixes=[1]", "data.blend.prefixes.0: Input should be a valid string (got 1)"),
+    ("data.blend.prefixes=[1]", "data.blend.prefixes.0: must be a valid string (got 1)"),
     ("optimizer.betas=[0.9]", "optimizer.betas.1: required field is missing"),
     ("model=gpt3-13b", "model: this is a section, not a value (got 'gpt3-13b')"),
     ("train.batch_ramp.start=16", "train.batch_ramp.increment: required field is missing"),
@@ -37,14 +37,14 @@ IMPOSSIBLE = [
     ("train.length=1.5 steps", "'1.5' is not a whole number"),
     ("train.length=steps", "is not a"),
     ("schedule.warmup=.01", f"'.01' {LENGTH}"),
-    ("model.query_key_norm=heads", "Input should be 'none', 'head' or 'all' (got 'heads')"),
-    ("model.query_key_norm=1", "Input should be 'none', 'head' or 'all' (got 1)"),
+    ("model.query_key_norm=heads", "must be 'none', 'head' or 'all' (got 'heads')"),
+    ("model.query_key_norm=1", "must be 'none', 'head' or 'all' (got 1)"),
     # out of range
-    ("model.n_layers=0", "Input should be greater than or equal to 1 (got 0)"),
-    ("model.init_std=inf", "model.init_std: Input should be a finite number (got inf)"),
+    ("model.n_layers=0", "must be greater than or equal to 1 (got 0)"),
+    ("model.init_std=inf", "model.init_std: must be a finite number (got inf)"),
     ("optimizer.clip_norm=nan", "greater than 0 (got nan)"),
-    ("parallel.pipeline=x", "1 problem in the run tiny:\n  parallel.pipeline: Input should be"),
-    ("schedule.kind=cosin", "Input should be 'cosine', 'linear', 'constant' or"),
+    ("parallel.pipeline=x", "1 problem in the run tiny:\n  parallel.pipeline: must be"),
+    ("schedule.kind=cosin", "must be 'cosine', 'linear', 'constant' or"),
     ("name=a/b", "name: use letters, digits and . _ -, and start with a letter or digit"),
     ("name=..", "start with a letter or digit (got '..')"),
     # impossible sizes

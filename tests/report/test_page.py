@@ -330,7 +330,7 @@ def test_a_run_that_has_only_started_has_a_report(make_run_folder: MakeRunFolder
     [
         ("evaluation.json", "{", "evaluation.json cannot be read: "),
         ("evaluation.json", "[]", "evaluation.json is not a JSON object"),
-        ("run.toml", "[model]\nn_layer = 3\n", "did you mean 'n_layers'"),
+        ("run.toml", "[model]\nn_layer = 3\n", "did you mean 'model.n_layers'"),
         ("ancestry.json", "{", r"ancestry\.json"),
         ("plots", "in the way", r"cannot write plots to .*plots: "),
     ],

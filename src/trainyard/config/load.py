@@ -337,7 +337,7 @@ def explain_problems(
 def _explain(problem: ErrorDetails, model: type[BaseModel], origins: dict[str, str]) -> list[str]:
     """Rewords a pydantic problem, with one line per field or conflict."""
     field = ".".join(str(part) for part in problem["loc"])
-    message = problem["msg"].removeprefix("Value error, ")
+    message = problem["msg"].removeprefix("Value error, ").replace("Input should be", "must be")
     if problem["type"] == "extra_forbidden":
         message = f"unknown field; {_suggest_field(field, model)}"
     elif problem["type"] == "missing":
@@ -351,7 +351,8 @@ def _explain(problem: ErrorDetails, model: type[BaseModel], origins: dict[str, s
         message += f" (got {problem['input']!r})"
         if problem["type"] == "literal_error" and isinstance(problem["input"], str):
             values = re.findall(r"'([^']+)'", problem["msg"])
-            for close in difflib.get_close_matches(problem["input"], values, n=1):
+            wanted = _VALUES_ELSEWHERE.get(problem["input"], problem["input"])
+            for close in difflib.get_close_matches(wanted, values, n=1):
                 message += f"; did you mean {close!r}?"
     if not field:  # conflicts of several fields, which name them themselves
         return [line + _place(line, origins) for line in message.splitlines()]
@@ -392,8 +393,18 @@ _ELSEWHERE = {
     "seq_length": "model.sequence_length",
     "block_size": "model.sequence_length",
     "vocab_size": "model.vocabulary_size",
+    "tp": "parallel.tensor",
+    "pp": "parallel.pipeline",
+    "cp": "parallel.context",
+    "virtual_pipeline": "parallel.chunks",
+    "sequence_parallel": "parallel.sequence",
+    "data_path": "data.blend.prefixes",
+    "path": "data.blend.prefixes",
+    "save_interval": "checkpoint.interval",
 }
 """What other trainers name a field."""
+_VALUES_ELSEWHERE = {"full": "block", "selective": "attention", "swish": "swiglu"}
+"""What other trainers name a value."""
 
 
 def _suggest_field(field: str, model: type[BaseModel]) -> str:
@@ -405,10 +416,10 @@ def _suggest_field(field: str, model: type[BaseModel]) -> str:
     if model is Run and not parents:
         neighbours.append("extends")
     known = all_fields(model)
-    close = difflib.get_close_matches(name, neighbours, n=1)
-    if model is Run and name in _ELSEWHERE:
-        close = [_ELSEWHERE[name]]
+    close = [_ELSEWHERE[name]] if model is Run and name in _ELSEWHERE else []
     close += [full for full in known if full.rpartition(".")[2] == name]
+    section = "".join(f"{parent}." for parent in parents if model is Run)
+    close += [section + near for near in difflib.get_close_matches(name, neighbours, n=1)]
     close += difflib.get_close_matches(field, known, n=1)
     return f"did you mean '{close[0]}'?" if close else f"known here: {', '.join(neighbours)}"
 
