@@ -331,13 +331,19 @@ def _train(training: Training, process: Process, opened: OpenRun, begun: Run | N
 
 def _fit_into(minutes: float, run: Run, n_ranks: int, begun: Run | None) -> Run:
     """Shortens a run to fit into the minutes, or to the length it was started with."""
+    from trainyard.checkpoint.format import list_checkpoints, step_of
     from trainyard.layout.resolve import resolve
     from trainyard.planning.shorten import shorten, with_lengths_of
 
     refuse_stopped(RUNS / run.name)
     if begun is not None:
         n_steps = resolve(begun).n_steps
-        logger.info("%s has started before: it continues to step %s", run.name, f"{n_steps:,}")
+        newest = next(iter(list_checkpoints(RUNS / run.name / "checkpoints")), None)
+        if newest and step_of(newest) == n_steps:
+            text = "is done at step %s; to train it longer, give it a train.length, not minutes"
+        else:
+            text = "has started before: it continues to step %s"
+        logger.info(f"%s {text}", run.name, f"{n_steps:,}")
         return with_lengths_of(begun, run)
     from trainyard.bench.rounds import time_run
 

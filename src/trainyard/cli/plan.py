@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -13,6 +14,8 @@ from trainyard.errors import ConfigError
 
 if TYPE_CHECKING:
     from trainyard.api.plan_table import Report
+
+logger = logging.getLogger("trainyard")
 
 PICTURES = (".png", ".svg")
 
@@ -77,6 +80,7 @@ def plan(
     """
     from trainyard.api.planning import build_report, count_devices, find_asked_machine
     from trainyard.config.load import load_run
+    from trainyard.planning.shorten import describe_too_short
 
     asked = {"--search": search, "--simulate": simulate, "--deadline": deadline is not None}
     modes = [name for name, is_asked in asked.items() if is_asked]
@@ -114,6 +118,8 @@ def plan(
             more = "" if knows else "; --search lists the layouts that fit"
             raise ConfigError(error.problem, error.hint + more) from None
         _print(report, picture, as_json=as_json)
+        for problem in describe_too_short(loaded.run, report.plan):
+            logger.warning("warning: %s", problem)
 
 
 def refuse_options(modes: list[str], *, measure: int | None, rank: int, all: bool) -> None:

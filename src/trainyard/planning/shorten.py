@@ -28,6 +28,8 @@ LEAST_PER_RUN = {
     ("log", "interval"): 60,
 }
 """Intervals shrink if the shorter run would have fewer of these."""
+HIGH_SHARE = 0.5
+"""A decay that ends above this share of the peak is likely one for a longer run."""
 
 
 def shorten(run: Run, n_steps: int) -> Run:
@@ -87,13 +89,17 @@ def follow_length(run: Run, source: str, overrides: Sequence[str], begun: Run | 
 
 def describe_too_short(run: Run, plan: Plan) -> Iterator[str]:
     """Says which settings do not suit the run's length, each in one line."""
-    schedule = run.schedule
+    schedule, peak = run.schedule, run.optimizer.learning_rate
+    rate, length = learning_rate(run, plan, plan.n_sequences), str(run.train.length)
     if plan.warmup_sequences >= plan.n_sequences:
-        peak = run.optimizer.learning_rate
-        rate = learning_rate(run, plan, plan.n_sequences)
         yield (
             f"the run ends in warmup, at a learning rate of {rate:.3g} of {peak:.3g}: "
-            f"schedule.warmup={str(schedule.warmup)!r}, train.length={str(run.train.length)!r}"
+            f"schedule.warmup={str(schedule.warmup)!r}, train.length={length!r}"
+        )
+    elif schedule.kind in ("cosine", "linear") and rate > HIGH_SHARE * peak:
+        yield (
+            f"the learning rate falls only to {rate:.3g} of {peak:.3g}: "
+            f"schedule.decay={str(schedule.decay)!r}, train.length={length!r}"
         )
     for section, name in LEAST_PER_RUN:
         interval = getattr(getattr(run, section), name)
