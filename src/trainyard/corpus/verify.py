@@ -25,6 +25,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 
@@ -80,17 +81,12 @@ class Span:
         return self.first + self.n_bytes
 
 
-@dataclass
-class BadTokens:
-    """How many tokens break a rule; of the first, its place and its id."""
+class BadTokens(NamedTuple):
+    """Tokens of a span that break a rule: how many, and the place and the id of the first."""
 
-    count: int = 0
-    first: tuple[int, int] | None = None
-
-    def add(self, later: BadTokens) -> None:
-        """Adds what comes behind these in the file."""
-        self.first = self.first or later.first
-        self.count += later.count
+    n_tokens: int
+    place: int
+    first_id: int
 
 
 @dataclass
@@ -99,8 +95,8 @@ class BlockErrors:
 
     error: str = ""
     differs: bool = False
-    bad_ids: BadTokens = field(default_factory=BadTokens)
-    bad_ends: BadTokens = field(default_factory=BadTokens)
+    bad_ids: list[BadTokens] = field(default_factory=list)
+    bad_ends: list[BadTokens] = field(default_factory=list)
 
 
 @dataclass(frozen=True)
@@ -148,22 +144,18 @@ class BlockChecker:
         itemsize = dataset.dtype.itemsize
         first = -(-start // itemsize)
         last = min(-(-(start + n_bytes) // itemsize), dataset.n_tokens)
-        if first < last:
-            ids = np.frombuffer(data, dataset.dtype, last - first, first * itemsize - start)
-            errors.bad_ids.add(self._check_ids(ids, first))
-            errors.bad_ends.add(self._check_ends(dataset, ids, first))
-
-    def _check_ids(self, ids: Array, first: int) -> BadTokens:
+        if first >= last:
+            return
+        ids = np.frombuffer(data, dataset.dtype, last - first, first * itemsize - start)
         limit = self.vocabulary_size
-        if (limit is None or ids.max() < limit) and (ids.dtype.kind == "u" or ids.min() >= 0):
-            return BadTokens()
-        is_bad = ids < 0 if limit is None else (ids < 0) | (ids >= limit)
-        return _count_bad(is_bad, ids, lambda at: first + at)
+        if ids.min() < 0 or (limit is not None and ids.max() >= limit):
+            is_bad = ids < 0 if limit is None else (ids < 0) | (ids >= limit)
+            errors.bad_ids += _count_bad(is_bad, ids, lambda at: first + at)
+        if self.eod_id is not None:
+            errors.bad_ends += self._check_ends(dataset, ids, first)
 
-    def _check_ends(self, dataset: IndexedDataset, ids: Array, first: int) -> BadTokens:
+    def _check_ends(self, dataset: IndexedDataset, ids: Array, first: int) -> list[BadTokens]:
         """Checks the last id of each document that ends within `ids`, the tokens from `first`."""
-        if self.eod_id is None:
-            return BadTokens()
         itemsize, last = dataset.dtype.itemsize, first + len(ids)
         pointers, entries = dataset.sequence_pointers, dataset.document_indices
         # Sequences that start after `first`, up to `last`: a document ends where one starts.
@@ -178,11 +170,11 @@ class BlockChecker:
         return _count_bad(last_ids != self.eod_id, last_ids, lambda at: begin + int(where[at]) - 1)
 
 
-def _count_bad(is_bad: Array, ids: Array, locate: Callable[[int], int]) -> BadTokens:
+def _count_bad(is_bad: Array, ids: Array, locate: Callable[[int], int]) -> list[BadTokens]:
     if not is_bad.any():
-        return BadTokens()
+        return []
     at = int(np.argmax(is_bad))
-    return BadTokens(int(np.count_nonzero(is_bad)), (locate(at), int(ids[at])))
+    return [BadTokens(int(np.count_nonzero(is_bad)), locate(at), int(ids[at]))]
 
 
 def check_data(
@@ -200,7 +192,12 @@ def check_data(
     """
     prefix = str(prefix)
     problems: list[str] = []
-    record = _load_record(prefix, problems)
+    record = None
+    if Path(f"{prefix}.json").exists():
+        try:
+            record = load_sidecar(prefix)
+        except DataError as error:
+            problems.append(error.problem)
     dataset = _open_dataset(prefix, problems)
     if record is not None:
         _check_record(record, dataset, tokenizer, Path(f"{prefix}.json"), problems)
@@ -226,15 +223,6 @@ def check_data(
         ends_checked=checker.eod_id is not None,
         has_record=record is not None,
     )
-
-
-def _load_record(prefix: str, problems: list[str]) -> Sidecar | None:
-    if Path(f"{prefix}.json").exists():
-        try:
-            return load_sidecar(prefix)
-        except DataError as error:
-            problems.append(error.problem)
-    return None
 
 
 def _open_dataset(prefix: str, problems: list[str]) -> IndexedDataset | None:
@@ -287,12 +275,11 @@ def _check_record(
     except DataError as error:
         problems.append(error.problem)
         return
-    for name in ("vocabulary_size", "eod_id"):
-        recorded, value = getattr(made_by, name), getattr(tokenizer, name)
-        if recorded != value:
-            problems.append(
-                f"{path}: {name} is {recorded}, the tokenizer {tokenizer.name} has {value}"
-            )
+    problems += [
+        f"{path}: {name} is {recorded}, the tokenizer {tokenizer.name} has {value}"
+        for name in ("vocabulary_size", "eod_id")
+        if (recorded := getattr(made_by, name)) != (value := getattr(tokenizer, name))
+    ]
 
 
 def _count_empty_documents(dataset: IndexedDataset) -> int:
@@ -343,17 +330,15 @@ def _check_spans(
     with ThreadPoolExecutor(_THREADS) as pool:
         for span, errors in zip(spans, pool.map(checker.check, spans), strict=True):
             if errors.error:
-                problems.append(
-                    f"{span.path}: bytes {span.first} to {span.end - 1}: {errors.error}"
-                )
+                place = f"{span.path}: bytes {span.first} to {span.end - 1}"
+                problems.append(f"{place}: {errors.error}")
             if errors.differs:
                 last = damaged[-1][-1] if damaged else None
-                if last is not None and (last.path, last.end) == (span.path, span.first):
-                    damaged[-1].append(span)
-                else:
-                    damaged.append([span])
-            in_all.bad_ids.add(errors.bad_ids)
-            in_all.bad_ends.add(errors.bad_ends)
+                if last is None or (last.path, last.end) != (span.path, span.first):
+                    damaged.append([])
+                damaged[-1].append(span)
+            in_all.bad_ids += errors.bad_ids
+            in_all.bad_ends += errors.bad_ends
             done_bytes += span.n_bytes
             if progress is not None:
                 progress(done_bytes, total_bytes)
@@ -382,23 +367,27 @@ def _describe_tokens(
     errors: BlockErrors, checker: BlockChecker, dataset: IndexedDataset
 ) -> Iterator[str]:
     bin_path, _ = token_paths(dataset.prefix)
-    if errors.bad_ids.first:
-        token, token_id = errors.bad_ids.first
+    if errors.bad_ids:
+        count, token, token_id = _add_up(errors.bad_ids)
         sequence = _sequence_of(dataset, token)
         offset = token - int(dataset.sequence_pointers[sequence]) // dataset.dtype.itemsize
         size = checker.vocabulary_size
         allowed = "below 0" if size is None else f"outside the vocabulary (0 to {size - 1})"
         yield (
-            f"{bin_path}: ids {allowed}: {errors.bad_ids.count}; the first is {token_id}: token "
+            f"{bin_path}: ids {allowed}: {count}; the first is {token_id}: token "
             f"{offset} of sequence {sequence} (document {_document_of(dataset, sequence)})"
         )
-    if errors.bad_ends.first:
-        document, token_id = errors.bad_ends.first
+    if errors.bad_ends:
+        count, document, token_id = _add_up(errors.bad_ends)
         yield (
             f"{bin_path}: documents that do not end with the end of document "
-            f"({checker.eod_id}): {errors.bad_ends.count}; the first is document {document}, "
+            f"({checker.eod_id}): {count}; the first is document {document}, "
             f"which ends with {token_id}"
         )
+
+
+def _add_up(spans: list[BadTokens]) -> BadTokens:
+    return spans[0]._replace(n_tokens=sum(span.n_tokens for span in spans))
 
 
 def _sequence_of(dataset: IndexedDataset, token: int) -> int:

@@ -291,34 +291,38 @@ def test_a_finished_corpus_is_left_alone(corpus: Corpus, tmp_path: Path) -> None
     assert {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*")} == before
 
 
-def test_a_corpus_of_other_options_is_refused(corpus: Corpus, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("values", "what"),
+    [
+        ({"append_eod": False}, "with append_eod=True, not append_eod=False"),
+        ({"special_tokens": "parse"}, "with special_tokens='text', not "),
+        ({"tokenizer": "gpt2"}, "with another tokenizer"),
+        ({"inputs": ("in/a.jsonl",)}, "with .*in/b.txt, which is not an input now"),
+        ({"steps": [{"kind": "length"}]}, "with other steps"),
+    ],
+)
+def test_a_corpus_of_other_options_is_refused(
+    corpus: Corpus, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, values: Any, what: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    corpus = change(corpus, inputs=("in",))
+    run(corpus)
+    before = read_output(prefix_of(corpus))
+    with pytest.raises(DataError, match=rf"out_text_document.bin was made {what}") as caught:
+        run(change(corpus, **values))
+    assert "--overwrite" in caught.value.hint
+    assert read_output(prefix_of(corpus)) == before
+
+
+def test_old_files_survive_a_run_that_fails(corpus: Corpus, tmp_path: Path) -> None:
     run(corpus)
     before = read_output(prefix_of(corpus))
     other = change(corpus, append_eod=False)
-    for changed, what in [
-        (other, "with append_eod=True, not append_eod=False"),
-        (change(corpus, special_tokens="parse"), "with special_tokens='text', not "),
-        (change(corpus, tokenizer="gpt2"), "with another tokenizer"),
-        (
-            change(corpus, inputs=(corpus.inputs[0] + "/a.jsonl",)),
-            "with .*/in/b.txt, which is not an input now",
-        ),
-        (change(corpus, steps=[{"kind": "length"}]), "with other steps"),
-    ]:
-        with pytest.raises(DataError, match=rf"out_text_document.bin was made {what}") as caught:
-            run(changed)
-        assert "--overwrite" in caught.value.hint
+    with pytest.raises(DataError):
+        run(other, on_error="stop", overwrite=True)
     assert read_output(prefix_of(corpus)) == before
     assert run(other, overwrite=True).append_eod is False
     assert leftovers(tmp_path) == [*FILES, "out_text_document.quarantine.jsonl"]
-
-
-def test_old_files_survive_a_run_that_fails(corpus: Corpus) -> None:
-    run(corpus)
-    before = read_output(prefix_of(corpus))
-    with pytest.raises(DataError):
-        run(change(corpus, append_eod=False), on_error="stop", overwrite=True)
-    assert read_output(prefix_of(corpus)) == before
 
 
 def interrupt(corpus: Corpus, monkeypatch: pytest.MonkeyPatch, number: int | None) -> list[int]:

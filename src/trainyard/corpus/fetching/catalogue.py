@@ -29,9 +29,8 @@ from urllib.parse import quote, urlsplit
 import msgspec
 from pydantic import BaseModel, Field, ValidationError
 
-from trainyard.config.load import parse_toml
+from trainyard.config.load import parse_toml, read_settings
 from trainyard.errors import ConfigError, DataError
-from trainyard.files import SETTINGS_LIMIT_BYTES, read_file
 from trainyard.units import format_figure
 
 if TYPE_CHECKING:
@@ -77,7 +76,7 @@ class KnownCorpus(BaseModel, frozen=True, extra="forbid"):
     """The kind of repository on Hugging Face."""
     revision: str
     """The date of a dump, or a commit, tag or branch."""
-    files: str
+    files: re.Pattern[str]
     """Regular expression; the files whose whole path it matches belong to the corpus."""
     listed: tuple[KnownFile, ...] = ()
     """All files, for the kind `files`."""
@@ -134,12 +133,7 @@ def find_corpus(name: str) -> KnownCorpus:
     if stem.startswith("hf:"):
         return _any_huggingface(stem.removeprefix("hf:"), revision or "main")
     if stem.endswith(".toml"):
-        if not Path(stem).exists():
-            raise ConfigError(f"{stem} does not exist", "check the path of the corpus file")
-        try:
-            text = read_file(Path(stem), SETTINGS_LIMIT_BYTES).decode()
-        except (OSError, UnicodeDecodeError) as error:
-            raise ConfigError(f"{stem} cannot be read: {error}", "restore the file") from None
+        text = read_settings(Path(stem), "corpus file", "check its path")
     elif stem in corpus_names():
         entry = resources.files("trainyard.config") / "corpora" / f"{stem}.toml"
         text = entry.read_text(encoding="utf-8")
@@ -148,16 +142,10 @@ def find_corpus(name: str) -> KnownCorpus:
         raise ConfigError(f"no corpus named {stem!r}", hint)
     try:
         corpus = KnownCorpus.model_validate(parse_toml(text, stem))
-        re.compile(corpus.files)
     except ValidationError as error:
         first = error.errors()[0]
-        field = ".".join(map(str, first["loc"]))
-        raise ConfigError(
-            f"{stem}: {field}: {first['msg']}", "compare it with a shipped one"
-        ) from None
-    except re.error as error:
-        hint = "write a regular expression in single quotes"
-        raise ConfigError(f"{stem}: files: {error}", hint) from None
+        problem = f"{stem}: {'.'.join(map(str, first['loc']))}: {first['msg']}"
+        raise ConfigError(problem, "compare it with a shipped one") from None
     return corpus.model_copy(update={"revision": revision}) if revision else corpus
 
 
@@ -171,7 +159,7 @@ def _any_huggingface(repository: str, revision: str) -> KnownCorpus:
         host="https://huggingface.co",
         repository=repository,
         revision=revision,
-        files=r"(?!\.|.*/\.).*",
+        files=re.compile(r"(?!\.|.*/\.).*"),
         size="as listed",
         licence=f"see https://huggingface.co/datasets/{repository}",
         max_connections=16,
@@ -221,11 +209,11 @@ def list_files(corpus: KnownCorpus, client: Client) -> Listing:
         revision, candidates = _list_wikimedia(corpus, client)
     else:
         revision, candidates = _list_huggingface(corpus, client)
-    files = [file for file in candidates if re.fullmatch(corpus.files, file.path)]
+    files = [file for file in candidates if corpus.files.fullmatch(file.path)]
     if not files:
         seen = ", ".join(file.path for file in candidates[:5]) or "nothing"
         raise DataError(
-            f"no file of {corpus.repository} at {revision} matches {corpus.files!r}; "
+            f"no file of {corpus.repository} at {revision} matches {corpus.files.pattern!r}; "
             f"there are: {seen}",
             "a dump that is still being made lacks files: name an older revision (NAME@REVISION); "
             "otherwise the corpus has moved: correct `files` in a .toml file of your own",

@@ -47,6 +47,7 @@ from trainyard.errors import DataError, explain_failure, printable
 from trainyard.files import BlockChecksum, BlockWriter, FileRecord, explain_disk_errors
 
 _COPY_BYTES = 16 * 2**20
+_SUMS = ("documents", "empty_documents", "tokens", "text_bytes")
 
 
 @dataclass(frozen=True)
@@ -112,18 +113,16 @@ def join_output(
     bin_record, idx_record = merge_parts(parts, made, dtype)
     if result.quarantined:
         _join_quarantine(units, Path(f"{made}.quarantine.jsonl"))
+    counts: dict[str, Any] = {name: getattr(result, name) for name in (*_SUMS, "steps")}
+    for name in ("special_texts", "not_prose", "lost_bytes"):
+        counts[name] = getattr(result, name) or msgspec.UNSET
     sidecar = Sidecar(
         recipe=plan.recipe,
         tokenizer=plan.tokenizer,
         json_key=plan.corpus.json_key,
         append_eod=plan.corpus.append_eod,
         dtype=dtype.name,
-        documents=result.documents,
-        empty_documents=result.empty_documents,
         sequences=result.documents - result.empty_documents,
-        tokens=result.tokens,
-        text_bytes=result.text_bytes,
-        steps=result.steps,
         groups=dict(sorted(result.groups.items())),
         quarantined=dict(sorted(result.quarantined.items())),
         quarantined_places=places,
@@ -131,9 +130,7 @@ def join_output(
         idx=idx_record,
         sources=plan.output_sources(output),
         split_on=plan.corpus.split_on or msgspec.UNSET,
-        special_texts=result.special_texts or msgspec.UNSET,
-        not_prose=result.not_prose or msgspec.UNSET,
-        lost_bytes=result.lost_bytes or msgspec.UNSET,
+        **counts,
     )
     save_sidecar(sidecar, made)
 
@@ -202,7 +199,7 @@ def _add_up(
     parts = []
     for unit in units:
         result, stays = unit.result, None
-        for name in ("documents", "empty_documents", "tokens", "text_bytes", "lost_bytes"):
+        for name in (*_SUMS, "lost_bytes"):
             setattr(total, name, getattr(total, name) + getattr(result, name))
         for name in ("special_texts", "not_prose", "quarantined"):
             add_counts(getattr(total, name), getattr(result, name))

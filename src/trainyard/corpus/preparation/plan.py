@@ -76,12 +76,9 @@ class Identity(msgspec.Struct, frozen=True, kw_only=True):
             path, now = printable(then.path), sources.pop(then.path, None)
             if now is None:
                 yield f"{place} with {path}, which is not an input now"
-            elif now.size_bytes != then.size_bytes:
-                sizes = f"it has {now.size_bytes} bytes now, {then.size_bytes} then"
-                yield f"{path} changed since {place}: {sizes}"
             elif now != then:
-                times = "its size is the same, its time of change is not"
-                yield f"{path} changed since {place}: {times}"
+                sizes = f"{now.size_bytes} bytes now, {then.size_bytes} then"
+                yield f"{path} changed since {place}: {sizes}, or another time of change"
         for path in sources:
             yield f"{place} without {printable(path)}"
 
@@ -93,10 +90,9 @@ class Identity(msgspec.Struct, frozen=True, kw_only=True):
         if other.tokenizer != self.tokenizer:
             fingerprints = f"{other.tokenizer[:16]}, not {self.tokenizer[:16]}"
             yield f"{place} with another tokenizer, of the fingerprint {fingerprints}"
-        if other.unit_bytes != self.unit_bytes:
-            yield f"{place} in units of {other.unit_bytes} bytes, not {self.unit_bytes}"
-        if other.version != self.version:
-            yield f"{place} by {other.version}, this is {self.version}"
+        for name in ("unit_bytes", "version"):
+            if (value := getattr(other, name)) != getattr(self, name):
+                yield f"{place} with {name} {value}, not {getattr(self, name)}"
         if other != self:
             yield f"{place} with the inputs in another order"
 

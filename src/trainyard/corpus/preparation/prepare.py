@@ -279,12 +279,13 @@ def record_tokenizer(corpus: Corpus, vocabulary: Vocabulary) -> TokenizerRecord:
 
 def _enter(folder: WorkFolder, plan: PreparationPlan, overwrite: bool) -> None:
     """Makes the work folder, or takes up the one that is there if it is of the same work."""
-    if not folder.path.exists():
-        folder.create(plan.text)
+    if not overwrite and not folder.path.exists() and plan.is_prepared():
+        return  # finished by somebody else just now
+    folder.create(plan.text)
     try:
         begun = _read_identity(folder)
         if begun is None:
-            return  # finished by somebody else just now
+            return
         if not overwrite and plan.identity.differs_in_contents(begun):
             n_done = folder.replace_plan(plan.text, [*chain(*plan.stages)])
             message = "inputs changed since the work started: keeping %d of %d units"
@@ -296,8 +297,7 @@ def _enter(folder: WorkFolder, plan: PreparationPlan, overwrite: bool) -> None:
         if not overwrite:
             raise
         folder.remove()
-        _enter(folder, plan, overwrite)
-        return
+        folder.create(plan.text)
     with suppress(FileNotFoundError):
         folder.clear()
 

@@ -34,7 +34,7 @@ from pathlib import Path
 import msgspec
 
 from trainyard.corpus.preparation.plan import PreparationPlan
-from trainyard.errors import SPACE, MachineError
+from trainyard.errors import SPACE, MachineError, explain_failure
 from trainyard.files import publish_text
 from trainyard.launch.environment import read_process_state
 
@@ -105,23 +105,22 @@ class WorkFolder:
         self._seen: dict[str, tuple[bytes, float]] = {}
 
     def create(self, plan: bytes) -> None:
-        """Creates the folder atomically, unless another process was first.
+        """Makes what is missing of the folder; a plan that is there stays.
 
         Raises:
             MachineError: the disk is full or the folder cannot be written.
         """
-        draft = self.path.with_name(f"{self.path.name}.draft-{self.worker}")
-        try:
+        hint = f"{SPACE}, or write to another folder"
+        with explain_failure(f"{self.path} cannot be made", hint):
             for name in _FOLDERS:
-                (draft / name).mkdir(parents=True)
-            publish_text(draft / "plan.json", plan.decode())
-            draft.rename(self.path)
-        except OSError as error:
-            if not self.path.exists():
-                hint = f"{SPACE}, or write to another folder"
-                raise MachineError(f"{self.path} cannot be made: {error.strerror}", hint) from error
-        finally:
-            shutil.rmtree(draft, ignore_errors=True)
+                (self.path / name).mkdir(parents=True, exist_ok=True)
+        if not (self.path / "plan.json").exists():
+            self._write_plan(plan)
+
+    def _write_plan(self, plan: bytes) -> None:
+        draft = self.path / f"plan.json-{self.worker}"
+        publish_text(draft, plan.decode())
+        draft.rename(self.path / "plan.json")
 
     def read_plan(self) -> bytes:
         """Returns the plan; FileNotFoundError without a folder."""
@@ -133,9 +132,7 @@ class WorkFolder:
         Returns:
             how many of the pieces are done.
         """
-        draft = self.path / f"plan.json-{self.worker}"
-        publish_text(draft, plan.decode())
-        draft.rename(self.path / "plan.json")
+        self._write_plan(plan)
         kept = set(pieces)
         for folder in ("done", "parts"):
             for name in self.list_names(folder):
@@ -145,8 +142,6 @@ class WorkFolder:
 
     def clear(self) -> None:
         """Forgets the faults and deaths of earlier commands, and releases what they claimed."""
-        for folder in _FOLDERS:  # one may be lost after a crash
-            (self.path / folder).mkdir(exist_ok=True)
         for folder in ("stopped", "deaths"):
             for name in self.list_names(folder):
                 (self.path / folder / name).unlink(missing_ok=True)
@@ -298,11 +293,9 @@ class WorkFolder:
         shutil.rmtree(away, ignore_errors=True)
 
     def sweep(self) -> None:
-        """Removes leftovers of processes killed while creating or removing the folder."""
-        for left in self.path.parent.glob(f"{glob.escape(self.path.name)}.*-*-*-*"):
-            kind, _, worker = left.name.removeprefix(f"{self.path.name}.").partition("-")
-            if kind == "done" or (kind == "draft" and is_running(worker) is False):
-                shutil.rmtree(left, ignore_errors=True)
+        """Removes what processes left that were killed while they removed the folder."""
+        for left in self.path.parent.glob(f"{glob.escape(self.path.name)}.done-*"):
+            shutil.rmtree(left, ignore_errors=True)
 
 
 @dataclass(frozen=True)

@@ -131,10 +131,8 @@ class CorpusWorker:
             ) from error
 
     def _build_replaced_error(self) -> MachineError:
-        return MachineError(
-            f"another process removed or replaced the work folder {self._folder.path}",
-            "see that process's output; then run the same command again",
-        )
+        problem = f"another process removed or replaced the work folder {self._folder.path}"
+        return MachineError(problem, "see that process's output; then run the same command again")
 
     def _beat(self, ended: threading.Event, on_beat: Callable[[], None]) -> None:
         parent = os.getppid()
@@ -248,8 +246,6 @@ class CorpusWorker:
                     if hashlib.file_digest(file, "sha256").hexdigest() != checksum:
                         return False
             path, end = parts / f"{piece}.bin", 0
-            if piece.startswith("unit") and not path.exists():
-                return False
             for block in result.blocks if with_tokens else []:
                 if FileBlock(path, end, block.n_bytes).read_digest().hex() != block.sha256:
                     return False

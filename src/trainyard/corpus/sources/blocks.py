@@ -235,16 +235,12 @@ class _Magic(NamedTuple):
     is_block: bool
 
 
-def _build_patterns() -> list[tuple[int, bool, bytes]]:
-    """Lists what the whole bytes inside a magic number look like at each of the 8 bit offsets."""
-    return [
-        (shift, is_block, (magic >> shift & (2**40 - 1)).to_bytes(5, "big"))
-        for magic, is_block in ((_BLOCK_MAGIC, True), (_END_MAGIC, False))
-        for shift in range(8)
-    ]
-
-
-_PATTERNS = _build_patterns()
+# What the whole bytes inside a magic number look like at each of the 8 bit offsets.
+_PATTERNS = [
+    (shift, magic, (magic >> shift & (2**40 - 1)).to_bytes(5, "big"))
+    for magic in (_BLOCK_MAGIC, _END_MAGIC)
+    for shift in range(8)
+]
 
 
 def read_bzip2_blocks(path: Path, start: int, end: int) -> Iterator[UnpackedChunk]:
@@ -286,8 +282,7 @@ def _read_bzip2(file: BinaryIO, start: int, end: int) -> Iterator[UnpackedChunk]
 def _find_magics(buffer: bytes, base: int, searched: int) -> list[_Magic]:
     """Lists the magic numbers of `buffer` from bit `searched` of the file on, in order."""
     magics: list[_Magic] = []
-    for shift, is_block, pattern in _PATTERNS:
-        magic = _BLOCK_MAGIC if is_block else _END_MAGIC
+    for shift, magic, pattern in _PATTERNS:
         # The magic number ends `shift` bits before the end of the byte behind the pattern's last,
         # or, without a shift, with the pattern itself; its first byte stands before the pattern.
         position = max(searched // 8 - base, 0)
@@ -295,7 +290,7 @@ def _find_magics(buffer: bytes, base: int, searched: int) -> list[_Magic]:
             bit = (position + 5) * 8 + shift - _MAGIC_BITS
             position += 1
             if bit >= 0 and base * 8 + bit >= searched and _bits(buffer, bit, 48) == magic:
-                magics.append(_Magic(base * 8 + bit, is_block))
+                magics.append(_Magic(base * 8 + bit, magic == _BLOCK_MAGIC))
     return sorted(magics)
 
 

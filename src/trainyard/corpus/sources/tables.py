@@ -177,25 +177,23 @@ def _read_texts(column: Any, key: str, row: int) -> tuple[list[int], list[str], 
     good: list[int] = []
     texts: list[str] = []
     faults: list[Fault] = []
-    for index, scalar in enumerate(column):
+    for number, scalar in enumerate(column, row):
         try:
             value = scalar.as_py()
         except UnicodeDecodeError as error:
             detail = f"byte {error.start} of the text is not valid UTF-8"
             hint = "write the file from UTF-8 text"
-            faults.append(Fault("invalid UTF-8", row + index, detail, hint, error.object))
+            faults.append(Fault("invalid UTF-8", number, detail, hint, error.object))
             continue
-        # A character has 4 bytes at most, so ordinary texts are not encoded to count them.
-        if isinstance(value, str) and (
-            4 * len(value) <= MAX_DOCUMENT_BYTES or len(value.encode()) <= MAX_DOCUMENT_BYTES
-        ):
-            good.append(index)
-            texts.append(value)
-        elif isinstance(value, str):
-            data = value.encode()
-            faults.append(too_long("text", row + index, start_of([data]), len(data)))
-        else:
+        if not isinstance(value, str):
             detail = f'the value of "{key}" is {str(value)[:40]}, not a string'
             hint = "choose a column of strings as json_key, or leave the row out"
-            faults.append(Fault("not a string", row + index, detail, hint, str(value).encode()))
+            faults.append(Fault("not a string", number, detail, hint, str(value).encode()))
+        # A character has 4 bytes at most, so ordinary texts are not encoded to count them.
+        elif 4 * len(value) > MAX_DOCUMENT_BYTES and len(value.encode()) > MAX_DOCUMENT_BYTES:
+            data = value.encode()
+            faults.append(too_long("text", number, start_of([data]), len(data)))
+        else:
+            good.append(number - row)
+            texts.append(value)
     return good, texts, faults

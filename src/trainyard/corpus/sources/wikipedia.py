@@ -90,12 +90,11 @@ def _add_page(page: _Page, number: int, batch: Batch) -> int:
     batch.n_lines += 1
     match = _TITLE.search(page.data)
     title = html.unescape(match[1].decode(errors="replace")) if match else "without a title"
-    try:
-        head, text = _split(page)
-    except _PageError as error:
-        kind = "too long" if str(error) == _TOO_LONG else "damaged page"
-        problem = f"the page {title!r} {error}"
-        batch.faults.append(Fault(kind, number, problem, _HINT, page.data[: 2**16]))
+    head, text, problem = (page.data, b"", page.problem) if page.problem else _split(page.data)
+    if problem:
+        kind = "too long" if problem == _TOO_LONG else "damaged page"
+        detail = f"the page {title!r} {problem}"
+        batch.faults.append(Fault(kind, number, detail, _HINT, page.data[: 2**16]))
         return 0
     namespace = _NAMESPACE.search(head)
     wikitext = html.unescape(text.decode())
@@ -118,33 +117,28 @@ def _add_page(page: _Page, number: int, batch: Batch) -> int:
 _TOO_LONG = f"is longer than {MAX_PAGE_BYTES // 2**20} MiB"
 
 
-class _PageError(Exception):
-    """What is wrong with a page."""
-
-
-def _split(page: _Page) -> tuple[bytes, bytes]:
-    """Returns what is before a page's wikitext, and the wikitext."""
-    if page.problem:
-        raise _PageError(page.problem)
+def _split(page: bytes) -> tuple[bytes, bytes, str]:
+    """Returns what is before a page's wikitext, the wikitext, and what is wrong with it, or ""."""
     tag = None
-    for tag in _TEXT.finditer(page.data):  # noqa: B007 (the last revision of the page)
+    for tag in _TEXT.finditer(page):  # noqa: B007 (the last revision of the page)
         pass
     if tag is None:
-        raise _PageError("has no <text>")
+        return page, b"", "has no <text>"
+    head = page[: tag.start()]
     if tag[1]:
-        return page.data[: tag.start()], b""
-    end = page.data.rfind(b"</text>")
+        return head, b"", ""
+    end = page.rfind(b"</text>")
     if end < tag.end():
-        raise _PageError("has no </text>")
-    text = page.data[tag.end() : end]
+        return head, b"", "has no </text>"
+    text = page[tag.end() : end]
     if wrong := _MALFORMED.search(text):
         sample = text[wrong.start() : wrong.start() + 12].decode(errors="replace")
-        raise _PageError(f"is not well-formed XML at {sample!r}")
+        return head, text, f"is not well-formed XML at {sample!r}"
     try:
         text.decode()
     except UnicodeDecodeError as error:
-        raise _PageError(f"is not valid UTF-8 at byte {error.start} of its text") from error
-    return page.data[: tag.start()], text
+        return head, text, f"is not valid UTF-8 at byte {error.start} of its text"
+    return head, text, ""
 
 
 def _read_chunks(segment: Segment) -> Iterator[UnpackedChunk]:

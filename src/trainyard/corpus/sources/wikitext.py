@@ -24,7 +24,13 @@ import html
 import re
 from collections.abc import Callable
 
-from trainyard.corpus.sources.wikitext_templates import LOST, NEWLINE, PROTECTED, render_template
+from trainyard.corpus.sources.wikitext_templates import (
+    LOST,
+    NEWLINE,
+    PROTECTED,
+    TABLE,
+    render_template,
+)
 from trainyard.data.sidecar import add_counts
 
 # Templates in templates: MediaWiki stops at 40; the bound keeps hostile pages linear.
@@ -33,16 +39,7 @@ _PROTECT = str.maketrans(PROTECTED)
 _PLACED = re.compile("[\ufdd0-\ufdee]")
 _RESTORED = {placed: character for character, placed in PROTECTED.items()} | {LOST: ""}
 
-_CUT = (
-    "ref references math ce chem gallery timeline source syntaxhighlight score imagemap hiero "
-    "graph mapframe inputbox categorytree templatedata templatestyles pre includeonly table"
-)
-_TAGS = (
-    "abbr b bdi bdo big caption cite code col colgroup data del dfn em font i ins kbd mark "
-    "nowiki noinclude onlyinclude poem q rb rp rt rtc ruby s samp section small span strike strong "
-    "sub sup tbody td th thead time tr tt u var wbr langconvert indicator maplink"
-)
-_BLOCK_TAGS = "blockquote center dd div dl dt h[1-6] hr ol p ul"
+_CUT, _TAGS, _BLOCK_TAGS = (TABLE["markup"][name] for name in ("cut", "inline", "blocks"))
 
 
 def _tag(names: str) -> str:
@@ -61,15 +58,7 @@ _BRACKET = re.compile(
 )
 _KINDS = {"{{": "template", "}}": "template", "[[": "link", "]]": "link"}
 _TABLE_LINE = re.compile(r"^[ \t]*[|!].*\n?", re.M)
-# Files and categories, by their names in English and in the largest other Wikipedias.
-_HIDDEN_NAMES = (
-    "categorie "  # codespell:ignore categorie
-    "file image media category datei bild kategorie fichier catégorie archivo imagen categoría "
-    "immagine categoria ficheiro imagem файл изображение категория файл зображення категорія "
-    "plik grafika kategoria bestand afbeelding fil kategori ファイル 画像 カテゴリ "
-    "文件 檔案 图像 分类 分類 ملف صورة تصنيف קובץ תמונה קטגוריה 파일 그림 분류 پرونده رده"
-)
-_HIDDEN_NAMESPACES = frozenset(_HIDDEN_NAMES.split())
+_HIDDEN_NAMESPACES = frozenset(" ".join(TABLE["markup"]["hidden_namespaces"]).split())
 _LANGUAGE = re.compile(r"[a-z]{2,3}(?:-[a-z-]+)?|simple")
 
 _LIST_TAG = re.compile(r"<li\b[^<>]*>\s*", re.I)

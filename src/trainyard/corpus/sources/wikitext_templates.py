@@ -27,7 +27,7 @@ NEWLINE = "\ufdef"
 _Arguments = dict[str, str]
 _Render = Callable[[_Arguments], str | None]
 
-_TABLE = tomllib.loads(Path(__file__).with_suffix(".toml").read_text(encoding="utf-8"))
+TABLE = tomllib.loads(Path(__file__).with_suffix(".toml").read_text(encoding="utf-8"))
 _CHARACTERS = {"!": PROTECTED["|"], "br": NEWLINE, **{c: PROTECTED[c] for c in "[]='"}}
 _ARGUMENT = re.compile(r"\s*([\w -]{1,30}?)\s*=(.*)", re.S)
 _UNSAFE = re.compile(r"[^\w .:#/$-]+")
@@ -174,7 +174,7 @@ def _measure(arguments: _Arguments) -> str:
     if arguments.get("disp", "").startswith(_OTHER_VALUES):
         return ""
     while len(parts) > 1 and (value := _value(parts[0])):
-        word = _TABLE["ranges"].get(parts[1])
+        word = TABLE["ranges"].get(parts[1])
         if word is None:
             break
         words += [value, word]
@@ -210,8 +210,8 @@ def _value(text: str) -> str:
 
 def _unit(code: str) -> tuple[str, str]:
     """Returns a unit after one and after several; "" where the code is not known."""
-    if code in _TABLE["units"]:
-        singular, _, plural = _TABLE["units"][code].partition(" / ")
+    if code in TABLE["units"]:
+        singular, _, plural = TABLE["units"][code].partition(" / ")
         return singular, plural or singular
     if len(code) > 24:
         return "", ""
@@ -239,7 +239,7 @@ _FUNCTIONS: dict[str, Callable[[str], str]] = {
     "gauge": _gauge,
     "language": lambda value: value if re.fullmatch(r"[a-z]{2,3}(-[\w-]+)?", value) else "",
     "pole": lambda value: value if value in ("N", "S", "E", "W") else "",
-    "accidental": lambda value: _TABLE["accidentals"].get(value, ""),
+    "accidental": lambda value: TABLE["accidentals"].get(value, ""),
     "uncertainty": lambda value: value if value[0] in "+-\u2212" else f"\u00b1{value}",
 }
 _OF_ALL: dict[str, Callable[[_Arguments], str]] = {
@@ -252,10 +252,10 @@ _OF_ALL: dict[str, Callable[[_Arguments], str]] = {
 
 def _read_table() -> tuple[dict[str, _Render], list[tuple[re.Pattern[str], _Render]]]:
     """Returns the templates by name, and those whose name stands for several."""
-    elements = _TABLE["elements"].split()
-    rows = [(names, forms) for names, *forms in _TABLE["words"]]
+    elements = TABLE["elements"].split()
+    rows = [(names, forms) for names, *forms in TABLE["words"]]
     rows += [(name, [symbol]) for name, symbol in zip(elements[::2], elements[1::2], strict=True)]
-    rows.append((_TABLE["silent"].strip().rstrip(","), [""]))
+    rows.append((TABLE["silent"].strip().rstrip(","), [""]))
     exact: dict[str, _Render] = {}
     endings = []
     for names, forms in rows:
