@@ -515,6 +515,9 @@ def test_answers_that_make_no_sense(server: Server, tmp_path: Path) -> None:
     server.tags[f"{TREE}&cursor=2"] = f'<{TREE}>; rel="next"'
     with pytest.raises(DataError, match="its next page is an earlier one"):
         get(server, tmp_path)
+    server.tags[f"{TREE}&cursor=2"] = '<http://[::1>; rel="next"'
+    with pytest.raises(DataError, match="is refused: HTTP 404"):
+        get(server, tmp_path)
     server.files["/enwiki/latest/enwiki-latest-sha1sums.txt"] = b"<html>"
     with pytest.raises(DataError, match="is not a list of files: it begins with '<html>'"):
         get(server, tmp_path, corpus="wikipedia")

@@ -24,7 +24,7 @@ from dataclasses import dataclass, replace
 from importlib import resources
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
-from urllib.parse import quote, urlsplit
+from urllib.parse import quote
 
 import msgspec
 from pydantic import BaseModel, Field, ValidationError
@@ -306,15 +306,9 @@ def _list_huggingface(corpus: KnownCorpus, client: Client) -> tuple[str, list[Re
 
 
 def _next_page(host: str, link: str) -> str:
-    match = re.search(r'<([^>]*)>\s*;[^,]*\brel="?next\b', link)
-    if not match:
-        return ""
     # The host of the link is ignored: a listing never leads to another server.
-    try:
-        parts = urlsplit(match[1])
-    except ValueError as error:
-        raise _senseless(host, f"its next page has no address: {error}") from None
-    return f"{host}{parts.path}?{parts.query}"
+    match = re.search(r'<(?:\w+://[^/>]*)?([^>]*)>\s*;[^,]*\brel="?next\b', link)
+    return f"{host}{match[1]}" if match else ""
 
 
 def _decode(url: str, body: bytes, kind: Any) -> Any:

@@ -315,13 +315,7 @@ def _copy(source: BinaryIO, target: BinaryIO, n_bytes: int) -> None:
             left -= copied
     source.seek(n_bytes - left)
     target.seek(0, os.SEEK_END)
-    while left:
-        data = source.read(min(_COPY_BYTES, left))
-        if not data:
-            raise DataError(
-                f"{source.name} is {left} bytes shorter than it was",
-                "remove the work folder; then run the same command again",
-            )
+    while left and (data := source.read(min(_COPY_BYTES, left))):
         target.write(data)
         left -= len(data)
 
