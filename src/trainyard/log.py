@@ -150,7 +150,7 @@ def show_progress(title: str, *, plain_lines: bool = True) -> Iterator[ProgressU
     console = build_console(stderr=True)
     # FORCE_COLOR, which Jupyter sets, asks for colours, not for a bar in a file.
     if not (console.is_terminal and sys.stderr.isatty()):
-        yield _PlainProgress(title, PLAIN_LINE_EVERY_SECONDS if plain_lines else float("inf"))
+        yield _log_progress(title, PLAIN_LINE_EVERY_SECONDS if plain_lines else float("inf"))
         return
     columns = (
         bars.TextColumn("{task.description}"),
@@ -168,17 +168,16 @@ def show_progress(title: str, *, plain_lines: bool = True) -> Iterator[ProgressU
         yield update
 
 
-class _PlainProgress:
-    """One line every few seconds, for logs of batch jobs."""
+def _log_progress(title: str, interval_seconds: float) -> ProgressUpdate:
+    """Logs one line every few seconds, for batch jobs."""
+    next_line_time = time.monotonic() + interval_seconds
 
-    def __init__(self, title: str, interval_seconds: float) -> None:
-        self._title = title
-        self._interval_seconds = interval_seconds
-        self._next_line_time = time.monotonic() + interval_seconds
-
-    def __call__(self, done: float, total: float, detail: str = "") -> None:
+    def update(done: float, total: float, detail: str = "") -> None:
+        nonlocal next_line_time
         now = time.monotonic()
-        if now >= self._next_line_time:
-            self._next_line_time = now + self._interval_seconds
+        if now >= next_line_time:
+            next_line_time = now + interval_seconds
             share = 100 * done / total if total else 0.0
-            logging.getLogger("trainyard").info("%s %.0f%% %s", self._title, share, detail)
+            logging.getLogger("trainyard").info("%s %.0f%% %s", title, share, detail)
+
+    return update

@@ -13,7 +13,7 @@ from itertools import combinations
 
 import pytest
 from tests.circles import everyday, skip_if_torch_is_old
-from tests.precision.by_hand import build_product_by_hand
+from tests.precision.by_hand import ByHand
 
 from trainyard.config.precisions import Fp8
 from trainyard.precision import float8
@@ -39,7 +39,7 @@ def test_a_layout_computes_what_one_device_computes(
         float8.build_product(Fp8())  # imports torchao before the ranks are forked
     bound = BOUNDS[row.computed_in]
     if "matmuls-in-fp8" in row.words:
-        monkeypatch.setattr(float8, "build_product", build_product_by_hand)
+        monkeypatch.setattr(float8, "build_product", ByHand)
         if parallel.tensor * parallel.context > 1:
             bound = SCALES_BOUND
     skip_if_torch_is_old(row.build_run())

@@ -6,13 +6,11 @@ adds up in fp32, of which another order makes, now and then, another number when
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
 from trainyard.config.precisions import Fp8
-from trainyard.model.linear import MatmulFunction
+from trainyard.model.linear import multiply_by
 
 # Bits after the point, smallest exponent of a number with all of them, largest number.
 E4M3, E5M2 = (3, -6, 448.0), (2, -14, 57344.0)
@@ -31,50 +29,27 @@ def round_by_hand(x: Tensor, numbers: tuple[int, int, float], dimension: int | N
     return rounded.clamp(-largest, largest) / scale
 
 
-class _ByHand(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, by_rows: bool) -> Tensor:
-        ctx.save_for_backward(x, weight)
-        ctx.by_rows = by_rows
-        along = 1 if by_rows else None
+class ByHand:
+    """Stands in for what `build_product` builds; the gradients are those below."""
+
+    def __init__(self, fp8: Fp8) -> None:
+        self.by_rows = fp8.scaling == "rowwise"
+
+    def __call__(self, x: Tensor, weight: Tensor, bias: Tensor | None = None, /) -> Tensor:
+        if torch.is_grad_enabled():  # and not inside `multiply_by`
+            return multiply_by(self, x, weight, bias)
+        along = 1 if self.by_rows else None
         rounded = round_by_hand(x.flatten(0, -2), E4M3, along)
-        out = rounded @ round_by_hand(weight, E4M3, along).T
-        return out.view(*x.shape[:-1], -1)
+        out = (rounded @ round_by_hand(weight, E4M3, along).T).view(*x.shape[:-1], -1)
+        return out if bias is None else out + bias
 
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor, None]:
-        x, weight = ctx.saved_tensors
-        of_x = _input_gradient(gradients[0], weight, ctx.by_rows)
-        return of_x, _weight_gradient(gradients[0], x, ctx.by_rows), None
+    def input_gradient(self, gradient: Tensor, weight: Tensor, /) -> Tensor:
+        numbers, along, across = (E4M3, 1, 0) if self.by_rows else (E5M2, None, None)
+        rounded = round_by_hand(gradient.flatten(0, -2), numbers, along)
+        of_x = rounded @ round_by_hand(weight, E4M3, across)
+        return of_x.view(*gradient.shape[:-1], -1)
 
-
-def _input_gradient(gradient: Tensor, weight: Tensor, by_rows: bool) -> Tensor:
-    numbers, along, across = (E4M3, 1, 0) if by_rows else (E5M2, None, None)
-    rounded = round_by_hand(gradient.flatten(0, -2), numbers, along)
-    of_x = rounded @ round_by_hand(weight, E4M3, across)
-    return of_x.view(*gradient.shape[:-1], -1)
-
-
-def _weight_gradient(gradient: Tensor, x: Tensor, by_rows: bool) -> Tensor:
-    numbers, across = (E4M3, 0) if by_rows else (E5M2, None)
-    rounded = round_by_hand(gradient.flatten(0, -2), numbers, across)
-    return rounded.T @ round_by_hand(x.flatten(0, -2), E4M3, across)
-
-
-def build_product_by_hand(fp8: Fp8) -> MatmulFunction:
-    """Stands in for `build_product`, for inputs of fp64 that need a gradient."""
-
-    by_rows = fp8.scaling == "rowwise"
-
-    class ByHand:
-        def __call__(self, x: Tensor, weight: Tensor, bias: Tensor | None = None, /) -> Tensor:
-            out: Tensor = _ByHand.apply(x, weight, by_rows)  # type: ignore[no-untyped-call]
-            return out if bias is None else out + bias
-
-        def input_gradient(self, gradient: Tensor, weight: Tensor, /) -> Tensor:
-            return _input_gradient(gradient, weight, by_rows)
-
-        def weight_gradient(self, gradient: Tensor, x: Tensor, /) -> Tensor:
-            return _weight_gradient(gradient, x, by_rows)
-
-    return ByHand()
+    def weight_gradient(self, gradient: Tensor, x: Tensor, /) -> Tensor:
+        numbers, across = (E4M3, 0) if self.by_rows else (E5M2, None)
+        rounded = round_by_hand(gradient.flatten(0, -2), numbers, across)
+        return rounded.T @ round_by_hand(x.flatten(0, -2), E4M3, across)

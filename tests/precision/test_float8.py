@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from tests.precision.by_hand import build_product_by_hand
+from tests.precision.by_hand import ByHand
 from tests.training.small import build_small_context
 from torch import Tensor
 
@@ -53,7 +53,7 @@ def test_products_are_those_of_numbers_rounded_by_hand(scaling: str) -> None:
 
     x, weight, gradient = spread(48, 32), spread(64, 32), spread(48, 64) * 2e-5
     product = build_product(Fp8(scaling=scaling, emulate=True))  # type: ignore[arg-type]
-    by_hand = build_product_by_hand(Fp8(scaling=scaling))  # type: ignore[arg-type]
+    by_hand = ByHand(Fp8(scaling=scaling))  # type: ignore[arg-type]
     found = forward_and_backward(product, x, weight, gradient)
     expected = forward_and_backward(by_hand, x.double(), weight.double(), gradient.double())
     plain = [x @ weight.T, *([gradient @ weight, gradient.T @ x] * 2)]

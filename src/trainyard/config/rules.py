@@ -35,7 +35,6 @@ FP8_MULTIPLE = 16
 """GPUs need matmul sides that are a multiple of this in fp8; emulation follows the same rule."""
 MOST_TRIALS = 1000
 """Integers of a field to try."""
-RAMP_FIELDS = ("train.batch_ramp.start", "train.batch_ramp.increment")
 NEAREST = "nearest that works: "
 _BF16: Changes = {"precision.kind": "bf16"}
 _1F1B: Changes = {"parallel.schedule": "1f1b"}
@@ -111,7 +110,8 @@ def batch_fields(run: Run) -> dict[str, int]:
     fields = {"train.global_batch_size": run.train.global_batch_size}
     ramp = run.train.batch_ramp
     if ramp and ramp.start != run.train.global_batch_size:
-        fields |= {field: attrgetter(field)(run) for field in RAMP_FIELDS}
+        fields["train.batch_ramp.start"] = ramp.start
+        fields["train.batch_ramp.increment"] = ramp.increment
     return fields
 
 
