@@ -128,31 +128,32 @@ def test_what_no_extra_brings_is_a_bug(monkeypatch: pytest.MonkeyPatch) -> None:
         main(["broken"])
 
 
+EDITABLE, COPIED = '{"editable": true}', "{}"
+
+
 @pytest.mark.parametrize(
-    ("origin", "where", "expected"),
+    ("url", "how", "where", "expected"),
     [
-        ("", "elsewhere", "'trainyard-gpt[train]'"),
-        ('{"url": "file://HERE", "dir_info": {"editable": true}}', "my checkout", "-e '.[train]'"),
-        ('{"url": "file://HERE", "dir_info": {"editable": true}}', "elsewhere", "-e 'HERE[train]'"),
-        ('{"url": "file://HERE", "dir_info": {}}', "my checkout", "'.[train]'"),
-        ('{"url": "file:///gone", "dir_info": {}}', "elsewhere", "'trainyard-gpt[train]'"),
-        ('{"url": "https://a/b.whl", "archive_info": {}}', "elsewhere", "'trainyard-gpt[train]'"),
+        ("", "", "elsewhere", "'trainyard-gpt[train]'"),
+        ("file://HERE", EDITABLE, "my checkout", "-e '.[train]'"),
+        ("file://HERE", EDITABLE, "elsewhere", "-e 'HERE[train]'"),
+        ("file://HERE", COPIED, "my checkout", "'.[train]'"),
+        ("file:///gone", COPIED, "elsewhere", "'trainyard-gpt[train]'"),
+        ("https://a/b.whl", "", "elsewhere", "'trainyard-gpt[train]'"),
     ],
 )
 def test_the_command_is_that_of_the_installation(
-    origin: str, where: str, expected: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    url: str, how: str, where: str, expected: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     checkout = tmp_path / "my checkout"
-    for name in ("my checkout", "elsewhere"):
-        (tmp_path / name).mkdir()
-    files = {
-        "METADATA": f"Metadata-Version: 2.1\nName: {DISTRIBUTION}\nVersion: 1.0\n",
-        "direct_url.json": origin.replace("HERE", str(checkout).replace(" ", "%20")),
-    }
     installed = tmp_path / "site" / "trainyard_gpt-1.0.dist-info"
-    installed.mkdir(parents=True)
-    for name, text in files.items():
-        (installed / name).write_text(text)
+    for folder in (checkout, tmp_path / "elsewhere", installed):
+        folder.mkdir(parents=True)
+    facts = f"Metadata-Version: 2.1\nName: {DISTRIBUTION}\nVersion: 1.0\n"
+    (installed / "METADATA").write_text(facts)
+    url = url.replace("HERE", str(checkout).replace(" ", "%20"))
+    kind = f'"dir_info": {how}' if how else '"archive_info": {}'
+    (installed / "direct_url.json").write_text(f'{{"url": "{url}", {kind}}}' if url else "")
     monkeypatch.syspath_prepend(str(installed.parent))
     monkeypatch.chdir(tmp_path / where)
     assert install_command("train").endswith(" " + expected.replace("HERE", str(checkout)))

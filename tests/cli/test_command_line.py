@@ -1,4 +1,4 @@
-"""Help, names, completion, encodings and pipes of the command line."""
+"""Help, names, messages, exit codes, completion, encodings and pipes of the command line."""
 
 from __future__ import annotations
 
@@ -8,19 +8,27 @@ import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 from tests.command import on_terminal, trainyard
+from tests.faults.small_run import write_tokens
 from typer.main import get_command
 
+from trainyard import __version__
 from trainyard.cli import __main__
+from trainyard.cli.help import VERBS
 from trainyard.cli.main import app
 from trainyard.config.load import load_run, render_run
+from trainyard.data.loader import build_orders
+from trainyard.layout.resolve import resolve
 
-ROOT = Path(__file__).parents[2]
-VERBS = [
-    "prepare", "new", "check", "plan", "train", "launch", "status", "evaluate", "generate",
-    "report", "export", "import", "show", "doctor", "bench", "demo", "completion",
-]  # fmt: skip
+START = (sys.executable, "-m", "trainyard.cli")
+LONG = "a" * 300
+RUN_FILE = """
+name = "mine"
+extends = "tiny"
+data = {split = "90,10,0", cache_folder = "cache", blend = {prefixes = ["corpus_text_document"]}}
+"""
 
 
 @pytest.fixture
@@ -32,9 +40,8 @@ def folder(tmp_path: Path) -> Path:
 
 
 def start(*words: str, folder: Path, **environment: str) -> subprocess.CompletedProcess[bytes]:
-    command = [sys.executable, "-m", "trainyard.cli", *words]
     found = {**os.environ, **environment}
-    return subprocess.run(command, capture_output=True, cwd=folder, env=found)
+    return subprocess.run([*START, *words], capture_output=True, cwd=folder, env=found)
 
 
 def complete(words: str, folder: Path) -> list[str]:
@@ -50,9 +57,9 @@ def test_verbs_in_the_order_of_the_work(tmp_path: Path) -> None:
     shown = trainyard("-h", folder=tmp_path)
     assert shown.returncode == 0
     lines = shown.stdout.partition("Commands:")[2].splitlines()
-    found = [line.split()[0] for line in lines if line[:3].strip()]
-    assert found == VERBS
+    assert [line.split()[0] for line in lines if line[:3].strip()] == [*VERBS]
     assert trainyard(folder=tmp_path).stdout == shown.stdout
+    assert trainyard("--version", folder=tmp_path).stdout == f"trainyard {__version__}\n"
 
 
 def test_a_run_is_shown_alike_by_name_and_by_folder(folder: Path) -> None:
@@ -67,14 +74,13 @@ def test_a_run_is_shown_alike_by_name_and_by_folder(folder: Path) -> None:
         assert ("no checkpoint in runs/small" in by_name.stderr) == has_trained
 
 
-def test_every_option_has_help() -> None:
+def test_every_option_has_help_and_examples_are_of_their_verb() -> None:
     group = get_command(app)
-    verbs = [group.get_command(None, name) for name in VERBS]  # type: ignore[attr-defined]
-    verbs += verbs[VERBS.index("check")].commands.values()
-    options = [
-        (verb.name, option.name) for verb in verbs for option in verb.params if not option.help
-    ]
-    assert options == []
+    verbs = {name: group.get_command(None, name) for name in VERBS}  # type: ignore[attr-defined]
+    verbs |= {f"check {name}": verb for name, verb in verbs["check"].commands.items()}
+    for name, verb in verbs.items():
+        assert [option.name for option in verb.params if not option.help] == []
+        assert name == "check" or f"trainyard {name}" in verb.help
 
 
 @pytest.mark.parametrize("columns", ["30", "200"])
@@ -99,23 +105,61 @@ def test_debug_anywhere(tmp_path: Path) -> None:
         ("plan laptop --debuk", "error: no such option: --debuk\nhint: trainyard plan --help"),
         ("traiin laptop", "error: no such command 'traiin'"),
         ("train", "error: missing argument 'run_file'\nhint: trainyard train --help"),
-        ("train run.yaml", "run.yaml: a run file is TOML"),
+        ("train mine.toml --resume maybe", "'maybe' is not one of 'auto', 'must'"),
         ("train notes", "notes is not a run file"),
-        ("train runs", "no run.toml in the folder runs"),
-        ("plan tiny optimizer.lr=3", "did you mean 'optimizer.learning_rate'?"),
+        ("show gtp3-13b", "'gtp3-13b'\nhint: did you mean the preset gpt3-13b?"),
+        ("show nowhere.toml", "error: no run file nowhere.toml"),
         ("show --fields traiin", "hint: did you mean train?"),
+        ("show order mine.toml --split holdout", "--split 'holdout' is not one of"),
+        ("show order mine.toml --start 9000", "sequences 9000 to 9003 requested"),
         ("generate smalll", "no folder smalll, and no run of that name in runs/\n"),
         ("status smalll", "hint: did you mean small?"),
         ("report smalll", "hint: did you mean small?"),
-        ("export small --output new", "error: no checkpoint in runs/small"),
         ("evaluate runs/small", "error: no checkpoint in runs/small"),
+        (f"import {LONG} --output x", "File name too long"),
+        (f"import . --output {LONG}", "File name too long"),
+        (f"show {LONG}", "File name too long"),
+        (f"prepare {LONG} --output x", "File name too long"),
+        ("prepare nothing.txt --output x --train-tokenizer 300", "nothing.txt"),
     ],
-)  # fmt: skip
-def test_refusals(folder: Path, words: str, message: str) -> None:
+)
+def test_a_mistake_is_one_message_and_leaves_nothing(
+    folder: Path, words: str, message: str
+) -> None:
     (folder / "notes").write_text("hello")
+    (folder / "mine.toml").write_text(RUN_FILE)
+    write_tokens(folder)
+    before = sorted(folder.rglob("*"))
     refused = trainyard(*words.split(), folder=folder)
     assert (refused.returncode, refused.stdout) == (2, "")
-    assert message in refused.stderr
+    assert message in refused.stderr and "Traceback" not in refused.stderr
+    assert [path for path in sorted(folder.rglob("*")) if "cache" not in path.parts] == before
+
+
+def test_show_order_writes_exactly_what_training_reads(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(folder)
+    Path("mine.toml").write_text(RUN_FILE)
+    write_tokens(folder)
+    words = "show order mine.toml --split train --start 5 --count 20 --output order.npz"
+    result = trainyard(*words.split(), folder=folder)
+    assert result.returncode == 0, result.stderr
+    run = load_run("mine.toml").run
+    order = build_orders(run, resolve(run))["train"]
+    assert order is not None
+    with np.load("order.npz", allow_pickle=False) as found:
+        np.testing.assert_array_equal(found["sequences"], order.sequences(5, 20))
+
+
+def test_train_and_show(folder: Path) -> None:
+    (folder / "mine.toml").write_text(RUN_FILE)
+    write_tokens(folder)
+    short = ("train.length='4 steps'", "evaluate.batches=1")
+    trained = start("train", "mine.toml", *short, folder=folder)
+    assert trained.returncode == 0, trained.stderr
+    assert b"step 4 of 4 | loss" in trained.stderr
+    assert "both moments of every weight" in trainyard("show", "mine", folder=folder).stdout
 
 
 @pytest.mark.parametrize(
@@ -141,7 +185,6 @@ def test_names_and_paths_alike(folder: Path) -> None:
         assert trainyard("status", name, folder=folder).returncode == 0
         assert "runs/small/metrics.jsonl" in trainyard("report", name, folder=folder).stderr
         assert trainyard("plan", name, folder=folder).returncode == 0
-        assert "no checkpoint in runs/small" in trainyard("generate", name, folder=folder).stderr
 
 
 @pytest.mark.parametrize(
@@ -191,11 +234,6 @@ def test_bars_in_an_encoding_without_them(folder: Path) -> None:
     assert b" ##" in shown.stdout and b"?" not in shown.stdout
 
 
-def test_a_byte_order_mark(folder: Path) -> None:
-    (folder / "run.toml").write_text('name = "r"\nextends = "tiny"\n', encoding="utf-8-sig")
-    assert trainyard("show", "run.toml", folder=folder).stdout.startswith("r\n")
-
-
 def test_ctrl_c_during_imports_is_one_line(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -218,8 +256,9 @@ def test_a_verb_of_verbs_alone_lists_them(folder: Path) -> None:
 def test_a_closed_pipe_leaves_no_traceback(folder: Path) -> None:
     reader, writer = os.pipe()
     os.close(reader)
-    command = [sys.executable, "-m", "trainyard.cli", "show", "--fields"]
-    ended = subprocess.run(command, stdout=writer, stderr=subprocess.PIPE, cwd=folder)
+    ended = subprocess.run(
+        [*START, "show", "--fields"], stdout=writer, stderr=subprocess.PIPE, cwd=folder
+    )
     os.close(writer)
     assert (ended.returncode, ended.stderr) == (141, b"")
 
