@@ -123,5 +123,6 @@ def test_what_does_not_suit_the_length_is_said() -> None:
     assert "schedule.warmup='40 steps', train.length='10 steps'" in said[0]
     assert said[-1] == "log.interval=61 is longer than the run of 10 steps"
     slow = load("train.length=300 steps", "schedule.decay='9000 steps'")
-    assert [*describe_too_short(slow, resolve(slow))][0].startswith("the learning rate falls only")
+    said = [*describe_too_short(slow, resolve(slow))]
+    assert said[0].startswith("the learning rate falls only")
     assert not [*describe_too_short(long := load("train.length=300 steps"), resolve(long))]
