@@ -74,7 +74,8 @@ class Model(Section):
     rotary_base: float = Field(default=10_000.0, gt=1)
     """Base of the rotary frequencies."""
     rotary_scaling: Annotated[RotaryScaling | None, NoneByName] = None
-    """For longer sequences than in earlier training; absent or "none": none."""
+    """Llama 3's scaling of rotary positions, for longer sequences than a model was trained on; absent
+    or "none": none."""
     sequence_length: int = Field(default=2048, ge=1)
     """Tokens per sequence, and learned positions of the model."""
     vocabulary_size: int = Field(default=50257, ge=2)
@@ -96,7 +97,7 @@ class Model(Section):
 
     @property
     def most_tensor_ranks(self) -> int:
-        """Any number of tensor ranks that divides this shards all layers equally."""
+        """The most tensor ranks that shard all layers equally; any divisor of it does too."""
         return math.gcd(self.n_key_value_heads, self.d_ff)
 
     @model_validator(mode="after")
@@ -133,7 +134,8 @@ class Blend(Section):
     prefixes: ListOf[str] = ()
     """Paths of token files without `.bin`/`.idx`, or patterns: `data/web_*_text_document[:-2]`."""
     weights: ListOf[float] = ()
-    """Relative weight of each entry, which files of a pattern share by size; empty: all by size."""
+    """Relative weight of each entry; files that match one pattern share its weight in proportion to
+    their size. Empty: all in proportion to their size."""
     patterns: ListOf[str] = ()
     """In a run folder: the patterns that `prefixes` were found with. Leave it empty."""
 
@@ -169,8 +171,8 @@ class Data(Section):
     from_step: int = Field(default=0, ge=0)
     """Step of the run at which this data begins; to change the data of a run, its newest step."""
     skip: Length = units.Length(0, "sequences")
-    """Training sequences to skip where the data begins: 0 begins its order anew; the length
-    already read, such as "300 steps", continues it."""
+    """Sequences to skip at the start of the training data, such as "300 steps"; to continue where
+    another run stopped, the length that it has read."""
     cache_folder: str = "runs/cache"
     """Cache of the sequence order, so that a restart does not rebuild it."""
 
@@ -228,8 +230,8 @@ class Train(Section):
     deterministic: bool = False
     """Use deterministic kernels only: slower on a GPU, but a resumed run is bitwise the same."""
     z_loss: float = Field(default=0.0, ge=0)
-    """Also minimize this x the mean squared log of the softmax's denominator (arXiv:2204.02311);
-    reported losses remain the cross entropy."""
+    """Coefficient of the z-loss, the mean squared log of the softmax's denominator
+    (arXiv:2204.02311); reported losses remain the cross entropy."""
 
 
 class Optimizer(Section):
@@ -295,24 +297,25 @@ class Parallel(Section):
 
     @property
     def shards_state(self) -> bool:
-        """Whether each data-parallel rank keeps its part of the optimizer's state alone."""
+        """Whether data-parallel ranks shard the optimizer state (ZeRO 1 and above)."""
         return self.zero_stage >= 1
 
     @property
     def shards_gradients(self) -> bool:
-        """Whether it keeps its part of the gradients alone, too."""
+        """Whether data-parallel ranks shard the gradients (ZeRO 2 and above)."""
         return self.zero_stage >= 2
 
     @property
     def shards_weights(self) -> bool:
-        """Whether it keeps its part of the weights alone, too, and gathers others for each use."""
+        """Whether data-parallel ranks shard the weights, and gather them for each use (ZeRO 3)."""
         return self.zero_stage == 3
 
     @property
     def gathers_again(self) -> bool:
-        """Whether the backward pass gathers tokens again (`sequence`) instead of keeping them.
+        """Whether the backward pass all-gathers inputs again (`sequence`) instead of storing them.
 
-        A recomputed block keeps none, and a split backward pass would gather them twice.
+        Not where blocks are recomputed, which stores none, nor in a zero bubble, whose split
+        backward pass would gather them twice.
         """
         return self.sequence and self.recompute != "block" and self.schedule != "zero_bubble"
 
@@ -382,13 +385,13 @@ class Guard(Section):
 
 
 class Kernels(Section):
-    """Kernels of a GPU, where several compute the same; the defaults are the fastest expected."""
+    """GPU kernels, where several give the same result; by default the fastest expected."""
 
     attention: Literal["auto", "flash", "cudnn"] = "auto"
     """Attention without dropout and documents: cuDNN's on GPUs of compute capability 9 and 10, else
     flash attention."""
     swiglu_halves: bool = True
-    """Compute gates and values of SwiGLU as two halves, which kernels read in wide words."""
+    """Compute gates and values of SwiGLU in two contiguous halves, for wider memory reads."""
     reduced_precision: bool = False
     """Let matmuls add partial sums in bf16 or fp16 instead of fp32."""
 
@@ -399,7 +402,7 @@ class Run(Section):
     name: Name = "run"
     """Name of the run; its folder is runs/<name>."""
     description: str = ""
-    """What this run or preset is, the sources of its values, and its peculiarities."""
+    """What this run or preset is, the sources of its values, and what is special."""
     model: Model = Model()
     """Model shape."""
     data: Data = Data()
