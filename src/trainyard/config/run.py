@@ -74,8 +74,7 @@ class Model(Section):
     rotary_base: float = Field(default=10_000.0, gt=1)
     """Base of the rotary frequencies."""
     rotary_scaling: Annotated[RotaryScaling | None, NoneByName] = None
-    """Llama 3's scaling of rotary positions, for longer sequences than a model was trained on; absent
-    or "none": none."""
+    """Llama 3's scaling of positions, for longer sequences than in earlier training; or "none"."""
     sequence_length: int = Field(default=2048, ge=1)
     """Tokens per sequence, and learned positions of the model."""
     vocabulary_size: int = Field(default=50257, ge=2)
@@ -134,8 +133,8 @@ class Blend(Section):
     prefixes: ListOf[str] = ()
     """Paths of token files without `.bin`/`.idx`, or patterns: `data/web_*_text_document[:-2]`."""
     weights: ListOf[float] = ()
-    """Relative weight of each entry; files that match one pattern share its weight in proportion to
-    their size. Empty: all in proportion to their size."""
+    """Relative weight of each entry; the files of a pattern share its weight by size. Empty: all by
+    size."""
     patterns: ListOf[str] = ()
     """In a run folder: the patterns that `prefixes` were found with. Leave it empty."""
 
