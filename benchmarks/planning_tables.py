@@ -23,9 +23,9 @@ from trainyard.layout.resolve import resolve
 from trainyard.planning.clusters import find_machine
 from trainyard.planning.hardware import Machine
 from trainyard.planning.memory import rank_memory
-from trainyard.planning.program import Program, twice
 from trainyard.planning.time import step_time
 from trainyard.planning.traffic import busiest_rank
+from trainyard.planning.work import Program, twice
 from trainyard.units import format_figure
 
 

@@ -305,7 +305,7 @@ def run_and_list_modules(arguments: list[str], folder: Path) -> set[str]:
 
 
 # What the code of a file says of an option, and the most files that may; lower it when one less
-# does. One file of each is `planning/program.py`, which has the kernels of each part.
+# does. One file of each is `planning/work.py`, which has the kernels of each part.
 BUDGETS = {
     "rotary positions": (r"'rotary'|rotary_base|rotary_scaling", 8),
     "RMSNorm": (r"'rms'|model\.norm\b", 6),

@@ -20,12 +20,12 @@ from trainyard.planning.search import (
     find_remedies,
     fits,
     hint_where_none_fits,
+    list_shapes,
     predict,
     rescale,
     search,
     usable_bytes,
 )
-from trainyard.planning.shapes import list_shapes
 
 GIB = 2**30
 POLARIS = find_machine("polaris")

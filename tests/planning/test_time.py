@@ -18,9 +18,8 @@ from trainyard.errors import MachineError
 from trainyard.layout.resolve import resolve
 from trainyard.planning.clusters import find_machine
 from trainyard.planning.hardware import CUDNN_SPEED, Machine
-from trainyard.planning.program import own_program
 from trainyard.planning.time import PARTS, StepTime, step_time
-from trainyard.planning.work import count_work
+from trainyard.planning.work import count_work, own_program
 
 H100 = find_machine("azure-ndv5")
 LOW = "fp8_lowbit"

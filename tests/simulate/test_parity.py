@@ -28,7 +28,7 @@ def piece(first_row: int, n_rows: int, value: np.ndarray | None = None) -> Piece
 
 
 def outcome(*pieces: Piece, loss: float = 2.0) -> Outcome:
-    return Outcome([loss], [1.0], [list(pieces)], list(pieces))
+    return Outcome([loss], [1.0], list(pieces), list(pieces))
 
 
 def test_pieces_make_the_whole_and_copies_are_compared() -> None:
@@ -78,6 +78,6 @@ def test_padding_may_be_missing_but_must_be_zero() -> None:
 
 def test_an_outcome_can_be_written_and_read(tmp_path: Path) -> None:
     scalar = Piece("bias", (3,), (1,), np.array([5.0, math.nan]))
-    left = Outcome([1.5, 2.5], [0.1, 0.2], [[piece(0, 2)], [piece(4, 0), scalar]], [scalar])
+    left = Outcome([1.5, 2.5], [0.1, 0.2], [piece(0, 2), piece(4, 0), scalar], [scalar])
     save_outcome(left, tmp_path / "rank")
     np.testing.assert_equal(asdict(load_outcome(tmp_path / "rank")), asdict(left))

@@ -34,10 +34,9 @@ from trainyard.config.rules import takes_cudnn
 from trainyard.config.run import Run
 from trainyard.layout.resolve import Plan
 from trainyard.planning.hardware import CUDNN_SPEED, FP8_SPEEDS, Machine
-from trainyard.planning.program import Program
 from trainyard.planning.rank import FP32_BYTES
 from trainyard.planning.traffic import Collective, Traffic
-from trainyard.planning.work import Matmul, RankWork, StagePass, Work, count_work
+from trainyard.planning.work import Matmul, Program, RankWork, StagePass, Work, count_work
 
 Parts = dict[str, float]
 """Seconds by name."""

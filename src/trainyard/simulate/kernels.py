@@ -36,12 +36,9 @@ from trainyard.simulate.accounting import ATTENTION, count_flops, replaced
 from trainyard.simulate.fake_world import fake_tensors, fake_world
 from trainyard.simulate.simulation import (
     FEWEST_MICRO_BATCHES,
-    FakeBatches,
-    build_fake_context,
+    FakeSteps,
     prepare_simulation,
 )
-from trainyard.training.state import State
-from trainyard.training.step import train_step
 
 # Without a kernel, though their schema does not say that they return a view.
 _NO_KERNEL = {"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided"} | {
@@ -100,17 +97,14 @@ def count_kernels(run: Run) -> Counter[Kernel]:
         mesh = build_mesh(plan.topology, 0, torch.device("cpu"))
         stack.enter_context(fake_tensors(on_gpu=True))
         stack.enter_context(_lowered_only(counter))
-        batches = FakeBatches(run)
         parallel_model = ParallelModel(run, plan, mesh)
         counter.watch_loss(parallel_model)
-        context = build_fake_context(run, plan, parallel_model, batches, _Phases(counter))
-        state = State.at_start(context)
+        steps = FakeSteps(run, plan, parallel_model, _Phases(counter))
         found = []
-        for step, n in enumerate((fewer, more)):
-            state.step, batches.n_sequences = step, n * run.train.micro_batch_size
+        for n in (fewer, more):
             counter.kernels.clear()
             with counter:
-                train_step(context, state)
+                steps.take(n)
             found.append(counter.kernels.copy())
     n_beyond = n_micro_batches - more
     return Counter(

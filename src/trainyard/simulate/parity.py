@@ -12,15 +12,15 @@ from __future__ import annotations
 
 import json
 import tempfile
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
+from numpy.typing import ArrayLike, NDArray
 from safetensors import safe_open
 from safetensors.numpy import save_file
 from torch import Tensor
@@ -43,6 +43,8 @@ from trainyard.training.state import State, TrainContext
 from trainyard.training.step import train_step
 
 Array = NDArray[Any]
+_LISTS = ("gradients", "weights")
+"""Fields of an outcome that hold pieces."""
 
 BOUNDS = {"fp64": 1e-10} | {kind: formats.rounding for kind, formats in FORMATS.items()}
 """Largest relative difference that another summation order explains."""
@@ -66,8 +68,8 @@ class Outcome:
 
     losses: list[float]
     norms: list[float]
-    gradients: list[list[Piece]]
-    """Per step, before clipping."""
+    gradients: list[Piece]
+    """Of each step, before clipping."""
     weights: list[Piece]
 
 
@@ -120,24 +122,12 @@ def train_three_steps(run: Run, rank: int, n_ranks: int, precision: str) -> Outc
         run = _in_precision(run, precision)
     plan = resolve(run, n_ranks)
     mesh = build_mesh(plan.topology, rank, torch.device("cpu"))
-    batches = BatchSchedule(run)
     dtype = torch.float64 if precision == "fp64" else None
     with _weights_in(dtype or torch.float32):
         parallel_model = ParallelModel(run, plan, mesh, dtype)
         recorder = _GradientRecorder(parallel_model)
-        context = TrainContext(
-            folder=Path(),
-            run=run,
-            plan=plan,
-            batches=batches,
-            model=parallel_model,
-            optimizer=build_optimizer(parallel_model, run),
-            train_data=build_loader(run, plan, mesh.data_rank_and_size),
-            valid_order=None,
-            tokenizer=None,
-            data_fingerprint="",
-            heartbeat=recorder,
-        )
+        loader = build_loader(run, plan, mesh.data_rank_and_size)
+        context = bare_context(run, plan, parallel_model, loader, recorder)
         state = State.at_start(context)
         results = []
         for step in range(N_STEPS):
@@ -151,19 +141,39 @@ def train_three_steps(run: Run, rank: int, n_ranks: int, precision: str) -> Outc
     )
 
 
+def bare_context(
+    run: Run, plan: Plan, model: ParallelModel, train_data: Loader, heartbeat: Heartbeat
+) -> TrainContext:
+    """Builds what `train_step` needs, and no more."""
+    return TrainContext(
+        folder=Path(),
+        run=run,
+        plan=plan,
+        batches=BatchSchedule(run),
+        model=model,
+        optimizer=build_optimizer(model, run),
+        train_data=train_data,
+        valid_order=None,
+        tokenizer=None,
+        data_fingerprint="",
+        heartbeat=heartbeat,
+    )
+
+
 class _GradientRecorder(Heartbeat):
     """Copies the gradients of each step, before clipping."""
 
     def __init__(self, parallel_model: ParallelModel) -> None:
         super().__init__()
         self._parallel_model = parallel_model
-        self.gradients: list[list[Piece]] = []
+        self.gradients: list[Piece] = []
 
     def enter(self, phase: Phase, step: int) -> None:
         """Begins a phase of a step; gradients are complete when the update begins."""
         super().enter(phase, step)
         if phase == "update":
-            self.gradients.append(_copy(self._parallel_model, "gradient"))
+            for piece in _copy(self._parallel_model, "gradient"):
+                self.gradients.append(replace(piece, name=f"{piece.name} in step {step}"))
 
 
 def _in_precision(run: Run, kind: str) -> Run:
@@ -198,33 +208,23 @@ def _copy(parallel_model: ParallelModel, what: str) -> list[Piece]:
 
 def save_outcome(outcome: Outcome, path: Path) -> None:
     """Writes an outcome as one safetensors file."""
-    lists = {f"gradients {n}": pieces for n, pieces in enumerate(outcome.gradients)}
-    lists["weights"] = outcome.weights
-    tensors: dict[str, Array] = {
-        "losses": np.array(outcome.losses),
-        "norms": np.array(outcome.norms),
-    }
-    places = {}
-    for title, pieces in lists.items():
-        places[title] = [[piece.name, piece.shape, piece.offsets] for piece in pieces]
-        tensors |= {f"{title} {n}": piece.value for n, piece in enumerate(pieces)}
-    save_file(tensors, path, {"places": json.dumps(places)})
+    facts = asdict(outcome)
+    values = [piece.pop("value") for name in _LISTS for piece in facts[name]]
+    save_file({str(n): value for n, value in enumerate(values)}, path, {"": json.dumps(facts)})
 
 
 def load_outcome(path: Path) -> Outcome:
     """Reads what `save_outcome` wrote."""
     with safe_open(path, "numpy") as file:
-        places = json.loads(file.metadata()["places"])
-        lists = {
-            title: [
-                Piece(name, tuple(shape), tuple(offsets), file.get_tensor(f"{title} {n}"))
-                for n, (name, shape, offsets) in enumerate(entries)
-            ]
-            for title, entries in places.items()
-        }
-        losses, norms = file.get_tensor("losses").tolist(), file.get_tensor("norms").tolist()
-    weights = lists.pop("weights")
-    return Outcome(losses, norms, list(lists.values()), weights)
+        facts = json.loads(file.metadata()[""])
+        for n, piece in enumerate(piece for name in _LISTS for piece in facts[name]):
+            piece["value"] = file.get_tensor(str(n))
+    for name in _LISTS:
+        facts[name] = [
+            Piece(each["name"], tuple(each["shape"]), tuple(each["offsets"]), each["value"])
+            for each in facts[name]
+        ]
+    return Outcome(**facts)
 
 
 @dataclass(frozen=True)
@@ -241,7 +241,7 @@ class Difference:
     @property
     def worst(self) -> float:
         """The largest of all, NaN if any is."""
-        return float(np.max([self.loss, self.norm, self.gradient, self.weight]))
+        return _worst([self.loss, self.norm, self.gradient, self.weight])
 
     def is_within(self, bound: float) -> bool:
         """Returns whether a layout computes the same; NaN never does."""
@@ -259,26 +259,24 @@ def compare(reference: Outcome, ranks: list[Outcome]) -> Difference:
     Raises:
         IncompleteError: no rank holds a tensor, or part of one.
     """
-    lists = [lambda outcome, n=n: outcome.gradients[n] for n in range(len(reference.gradients))]
-    gradients = [_compare_tensors(reference, ranks, get) for get in lists]
-    weights = _compare_tensors(reference, ranks, lambda outcome: outcome.weights)
+    gradient, apart = _compare_tensors(reference, ranks, "gradients")
+    weight, weights_apart = _compare_tensors(reference, ranks, "weights")
+    losses, norms = ([getattr(each, name) for each in ranks] for name in ("losses", "norms"))
     return Difference(
-        loss=_worst(_distance_of_numbers(each.losses, reference.losses) for each in ranks),
-        norm=_worst(_distance_of_numbers(each.norms, reference.norms) for each in ranks),
-        gradient=_worst(distance for distance, _ in gradients),
-        weight=weights[0],
-        between_ranks=_worst(apart for _, apart in (*gradients, weights)),
+        loss=_worst(np.abs(np.subtract(losses, reference.losses)) / np.abs(reference.losses)),
+        norm=_worst(np.abs(np.subtract(norms, reference.norms)) / np.abs(reference.norms)),
+        gradient=gradient,
+        weight=weight,
+        between_ranks=_worst([apart, weights_apart]),
     )
 
 
-def _compare_tensors(
-    reference: Outcome, ranks: list[Outcome], get: Callable[[Outcome], list[Piece]]
-) -> tuple[float, float]:
-    expected, _ = assemble([get(reference)])
-    found, apart = assemble([get(outcome) for outcome in ranks])
+def _compare_tensors(reference: Outcome, ranks: list[Outcome], what: str) -> tuple[float, float]:
+    expected, _ = assemble([getattr(reference, what)])
+    found, apart = assemble([getattr(outcome, what) for outcome in ranks])
     if odd := expected.keys() ^ found.keys():
         raise IncompleteError(f"no rank holds {', '.join(sorted(odd))}")
-    return _worst(_distance(found[name], expected[name]) for name in expected), apart
+    return _worst([_distance(found[name], expected[name]) for name in expected]), apart
 
 
 def assemble(ranks: list[list[Piece]]) -> tuple[dict[str, Array], float]:
@@ -307,26 +305,20 @@ def assemble(ranks: list[list[Piece]]) -> tuple[dict[str, Array], float]:
     for name, known in is_known.items():
         if not known.all():
             raise IncompleteError(f"no rank holds part of {name}")
-    return whole, float(np.max(differences))
+    return whole, _worst(differences)
 
 
-def _worst(numbers: Iterable[float]) -> float:
+def _worst(numbers: ArrayLike) -> float:
     """The largest, NaN if any is, which Python's `max` may miss."""
-    return float(np.max(list(numbers)))
-
-
-def _distance_of_numbers(found: list[float], expected: list[float]) -> float:
-    """The worst relative difference of two lists of numbers."""
-    return _worst(abs(a - b) / abs(b) for a, b in zip(found, expected, strict=True))
+    return float(np.max(numbers))
 
 
 def _distance(found: Array, expected: Array) -> float:
     """The norm of the difference over the norm; zero padding rows may be missing."""
     n_rows = max(len(found), len(expected))
-    found, expected = (_with_rows(each, n_rows) for each in (found, expected))
+    found, expected = (
+        np.pad(each, [(0, n_rows - len(each)), *[(0, 0)] * (each.ndim - 1)])
+        for each in (found, expected)
+    )
     size = float(np.linalg.norm(expected))
     return float(np.linalg.norm(found - expected)) / (size or 1.0)
-
-
-def _with_rows(tensor: Array, n_rows: int) -> Array:
-    return np.pad(tensor, [(0, n_rows - len(tensor)), *[(0, 0)] * (tensor.ndim - 1)])

@@ -20,7 +20,6 @@ import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, cast
 
 import torch
@@ -30,9 +29,8 @@ from trainyard.config.rules import change
 from trainyard.config.run import Run
 from trainyard.data.loader import Loader
 from trainyard.launch.heartbeat import Heartbeat, Phase
-from trainyard.layout.batches import BatchSchedule
 from trainyard.layout.resolve import Plan, resolve
-from trainyard.optim.optimizer import LocalOptimizer, build_optimizer
+from trainyard.optim.optimizer import LocalOptimizer
 from trainyard.parallel.mesh import Mesh, build_mesh
 from trainyard.parallel.model import ParallelModel
 from trainyard.parallel.placement import local_part
@@ -41,8 +39,9 @@ from trainyard.planning.traffic import Axis, Collective, Traffic
 from trainyard.precision.float8 import build_product
 from trainyard.simulate.accounting import Accounting
 from trainyard.simulate.fake_world import fake_tensors, fake_world
+from trainyard.simulate.parity import bare_context
 from trainyard.training.run_folder import refuse_unsupported
-from trainyard.training.state import State, TrainContext
+from trainyard.training.state import State
 from trainyard.training.step import train_step
 
 MessageKind = tuple[Axis, Collective]
@@ -94,28 +93,26 @@ class Counts:
 
     def extrapolate(self, fewer: Counts, n_micro_batches: int) -> Counts:
         """Extrapolates linearly from this step and one of fewer micro batches."""
-        n_apart = self.n_micro_batches - fewer.n_micro_batches
+        n_apart = max(1, self.n_micro_batches - fewer.n_micro_batches)
         n_beyond = n_micro_batches - self.n_micro_batches
-        if n_beyond == 0:
-            return self
+
+        def extend(more: int, less: int) -> int:
+            return more + n_beyond * (more - less) // n_apart
+
+        def extend_all(more: Counter[Any], less: Counter[Any]) -> Counter[Any]:
+            return Counter({key: extend(n, less[key]) for key, n in more.items()})
 
         # The peak may become linear later: at first there are no gradients yet.
-        n_more_held = self.held_bytes - fewer.held_bytes
-        n_more_tokens = self.batch_bytes - fewer.batch_bytes
-
-        def extend(more: Counter[Any], less: Counter[Any]) -> Counter[Any]:
-            return Counter(
-                {key: n + n_beyond * (n - less[key]) // n_apart for key, n in more.items()}
-            )
-
+        n_held, n_batch = self.held_bytes, self.batch_bytes
+        growth = n_held - fewer.held_bytes + n_batch - fewer.batch_bytes
         return Counts(
             n_micro_batches,
-            self.peak_bytes + n_beyond * (n_more_held + n_more_tokens) // n_apart,
-            self.held_bytes + n_beyond * n_more_held // n_apart,
-            self.batch_bytes + n_beyond * n_more_tokens // n_apart,
-            extend(self.flops, fewer.flops),
-            extend(self.calls, fewer.calls),
-            extend(self.message_bytes, fewer.message_bytes),
+            extend(self.peak_bytes, self.peak_bytes - growth),
+            extend(n_held, fewer.held_bytes),
+            extend(n_batch, fewer.batch_bytes),
+            extend_all(self.flops, fewer.flops),
+            extend_all(self.calls, fewer.calls),
+            extend_all(self.message_bytes, fewer.message_bytes),
         )
 
     def messages(self) -> tuple[Traffic, ...]:
@@ -207,24 +204,21 @@ def count_steps(
         accounts: active; at the end they hold the last step's peak.
         numbers: micro batches of each step.
     """
-    run = run.model_copy(update={"train": run.train.model_copy(update={"compile": "never"})})
-    batches = FakeBatches(run)
+    run = change(run, {"train.compile": "never"})
     parallel_model = ParallelModel(run, plan, mesh)
     labels = PhaseLabels(accounts, parallel_model)
-    context = build_fake_context(run, plan, parallel_model, batches, labels)
-    state = State.at_start(context)
+    steps = FakeSteps(run, plan, parallel_model, labels)
     counts = []
-    for step, n in enumerate(numbers):
-        state.step, batches.n_sequences = step, n * run.train.micro_batch_size
-        labels.begin_step(n, context.optimizer)
-        train_step(context, state)
+    for n in numbers:
+        labels.begin_step(n, steps.optimizer)
+        steps.take(n)
         calls, n_bytes = Counter[MessageKind](), Counter[MessageKind]()
         for (group, kind), n_calls in accounts.calls.items():
             key = _axis_and_kind(group, kind, mesh, run)
             if key is not None:
                 calls[key] += n_calls
                 n_bytes[key] += accounts.message_bytes[group, kind]
-        memory = accounts.peak_bytes, accounts.live_bytes, batches.n_bytes
+        memory = accounts.peak_bytes, accounts.live_bytes, steps.batch_bytes
         counts.append(Counts(n, *memory, accounts.flops.copy(), calls, n_bytes))
     return counts
 
@@ -265,42 +259,34 @@ def _axis_and_kind(group: str, kind: str, mesh: Mesh, run: Run) -> MessageKind |
     return axis, "send" if is_ring else cast(Collective, kind)
 
 
-def build_fake_context(
-    run: Run, plan: Plan, parallel_model: ParallelModel, batches: FakeBatches, labels: Heartbeat
-) -> TrainContext:
-    """Builds what `train_step` needs, with Adam's moments, which every step but the first has."""
-    context = TrainContext(
-        folder=Path(),
-        run=run,
-        plan=plan,
-        batches=BatchSchedule(run),
-        model=parallel_model,
-        optimizer=build_optimizer(parallel_model, run),
-        train_data=cast(Loader, batches),
-        valid_order=None,
-        tokenizer=None,
-        data_fingerprint="",
-        heartbeat=labels,
-    )
-    context.optimizer.prepare_state(0)
-    return context
+class FakeSteps:
+    """Trains a rank from the start on constant tokens, with any number of micro batches a step."""
 
+    def __init__(
+        self, run: Run, plan: Plan, parallel_model: ParallelModel, heartbeat: Heartbeat
+    ) -> None:
+        self._run, self._n_sequences = run, 0
+        loader = cast(Loader, self)
+        self._context = bare_context(run, plan, parallel_model, loader, heartbeat)
+        self.optimizer = self._context.optimizer
+        self.optimizer.prepare_state(0)  # which every step but the first has
+        self._state = State.at_start(self._context)
 
-class FakeBatches:
-    """Replaces the loader."""
-
-    def __init__(self, run: Run) -> None:
-        self.n_sequences = 0
-        self._length = run.model.sequence_length
+    def take(self, n_micro_batches: int) -> None:
+        """Runs the next step."""
+        self._n_sequences = n_micro_batches * self._run.train.micro_batch_size
+        train_step(self._context, self._state)
+        self._state.step += 1
 
     @property
-    def n_bytes(self) -> int:
+    def batch_bytes(self) -> int:
         """Bytes of a step's tokens and labels."""
-        return 2 * self.n_sequences * self._length * torch.int64.itemsize
+        return 2 * self._n_sequences * self._run.model.sequence_length * torch.int64.itemsize
 
     def batch(self, _step: int, _offset: int) -> tuple[Tensor, Tensor]:
-        """Returns constant tokens and labels."""
-        tokens = torch.zeros(self.n_sequences, self._length, dtype=torch.int64)
+        """Returns constant tokens and labels, in place of a loader."""
+        shape = self._n_sequences, self._run.model.sequence_length
+        tokens = torch.zeros(shape, dtype=torch.int64)
         return tokens, torch.zeros_like(tokens)
 
 
