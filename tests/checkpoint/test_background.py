@@ -5,7 +5,6 @@ from __future__ import annotations
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -13,7 +12,6 @@ import pytest
 import torch
 from tests.waiting import WATCHDOG_SECONDS
 
-from trainyard.checkpoint import background
 from trainyard.checkpoint.background import AsyncCheckpointer, Retention, check_saving, remove_old
 from trainyard.checkpoint.format import list_checkpoints, read_manifest
 from trainyard.checkpoint.load import load_into, load_tensors
@@ -21,8 +19,6 @@ from trainyard.checkpoint.resume import newest_checkpoint
 from trainyard.checkpoint.save import ALONE, SavingRank, save_checkpoint
 from trainyard.errors import MachineError
 from trainyard.parallel.placement import whole
-
-BOTH = pytest.mark.parametrize("background", [True, False], ids=["background", "at once"])
 
 
 @pytest.fixture
@@ -60,15 +56,12 @@ def test_what_is_saved_is_what_was_there_when_save_was_called(tmp_path, make_fac
         "model.fp32": bits.view(torch.float32).reshape(2, 257),  # with nan, inf and subnormals
         "model.turned": bits.view(torch.int32).reshape(2, 257).clone().t(),
         "model.bf16": bits.view(torch.bfloat16).clone(),
-        "model.int64": bits.clone(),
-        "model.bool": bits > 0,
         "model.flag": torch.tensor(True),
-        "model.scalar": torch.tensor(-0.0),
         "model.empty": torch.empty(0, 3),
-        "optimizer.step": torch.tensor(3.0),
         "optimizer.learned": torch.ones(5, requires_grad=True),
     }
     expected = {name: tensor.detach().clone() for name, tensor in tensors.items()}
+    saver.reserve(100, torch.device("cpu"))  # less than it takes
     saver.save(make_facts(1), tensors, {}, 1000)
     assert gate.reached.wait(WATCHDOG_SECONDS)
     for tensor in tensors.values():
@@ -79,13 +72,8 @@ def test_what_is_saved_is_what_was_there_when_save_was_called(tmp_path, make_fac
     assert found.keys() == expected.keys()
     for name, tensor in expected.items():
         assert (found[name].dtype, found[name].shape) == (tensor.dtype, tensor.shape)
-        same = torch.equal(
-            found[name].contiguous().reshape(-1).view(torch.uint8),
-            tensor.contiguous().reshape(-1).view(torch.uint8),
-        )
-        assert same, name
-    names = load_tensors(tmp_path / "step-00000001", "optimizer.").keys()
-    assert names == {"step", "learned"}
+        one, other = (x.contiguous().reshape(-1).view(torch.uint8) for x in (found[name], tensor))
+        assert torch.equal(one, other), name
 
 
 def test_training_goes_on_while_the_writer_is_held_and_the_next_save_waits(tmp_path, make_facts):
@@ -110,96 +98,42 @@ def test_training_goes_on_while_the_writer_is_held_and_the_next_save_waits(tmp_p
         assert torch.equal(found["a"], torch.full((3,), float(step)))
 
 
-def test_host_memory_that_was_reserved_is_used_again(tmp_path, make_facts):
-    saver = AsyncCheckpointer(tmp_path, ALONE, Retention(1), background=True)
-    value = torch.zeros(10_000)
-    saver.reserve(value.nbytes + 64, value.device)
-    places = {saver._host._room.data_ptr()}
-    for step in range(1, 4):
-        value += 1
-        saver.save(make_facts(step), {"model.a": value}, {}, value.nbytes)
-        saver.wait()
-        assert saver._host is not None
-        places.add(saver._host._room.data_ptr())
-    assert len(places) == 1
-    more = {"model.a": value, "model.b": torch.ones(100_000)}
-    saver.save(make_facts(4), more, {}, 440_000)
-    saver.wait()
-    found = load_tensors(tmp_path / "step-00000004")
-    assert all(torch.equal(found[name], more[f"model.{name}"]) for name in ("a", "b"))
+@pytest.mark.parametrize("background", [True, False], ids=["background", "at once"])
+def test_failures_are_told_once_and_the_next_save_works(tmp_path, make_facts, background):
+    def block() -> None:
+        """Lies in the way of the removal of an old checkpoint."""
+        in_the_way = tmp_path / ".step-00000001.old.partial" / "file"
+        in_the_way.parent.mkdir(exist_ok=True)
+        in_the_way.touch()
 
-
-@BOTH
-def test_a_failure_is_told_once_and_the_next_save_works(tmp_path, make_facts, background):
-    saver = AsyncCheckpointer(tmp_path, ALONE, Retention(1), background=background)
+    ranks = SavingRank(0, 1, block)
+    saver = AsyncCheckpointer(tmp_path, ranks, Retention(1), background=background)
     tensors = {"model.a": torch.ones(3)}
     saver.save(make_facts(1), tensors, {}, 12)
     saver.save(make_facts(2), tensors, {}, 2**60)  # which no disk has room for
-    with pytest.raises(MachineError, match="does not fit in"):
-        saver.wait()
-    failure = saver.take_failure()
-    assert failure is not None
-    assert failure.problem.startswith(f"cannot write the checkpoint {tmp_path}/step-00000002: ")
-    assert saver.take_failure() is None
-    with pytest.raises(MachineError, match="does not fit in"):
-        saver.wait()  # as on the ranks that nobody asked
-    assert steps_in(tmp_path) == [1]
-    assert saver.last is not None
-    assert saver.last.step == 1
+    for _ in range(2):  # also on the ranks that nobody asked
+        with pytest.raises(MachineError, match="does not fit in"):
+            saver.wait()
     saver.save(make_facts(3), tensors, {}, 12)
     saver.wait()
-    assert saver.take_failure() is None
-    assert steps_in(tmp_path) == [3]
-
-
-def test_a_failure_is_still_told_when_a_later_save_works(tmp_path, make_facts):
-    saver = AsyncCheckpointer(tmp_path, ALONE, Retention(1), background=True)
-    saver.save(make_facts(1), {"model.a": torch.ones(3)}, {}, 2**60)
-    saver.save(make_facts(2), {"model.a": torch.ones(3)}, {}, 12)
-    saver.wait()
-    failure = saver.take_failure()
-    assert failure is not None
-    assert "step-00000001" in failure.problem
-
-
-@BOTH
-def test_an_old_one_that_cannot_be_removed_is_told_and_the_new_one_counts(
-    tmp_path, make_facts, background
-):
-    def block() -> None:
-        in_the_way = tmp_path / ".step-00000001.old.partial" / "file"
-        in_the_way.parent.mkdir(exist_ok=True)
-        in_the_way.write_text("")
-
-    tensors = {"model.a": torch.ones(3)}
-    save_checkpoint(tmp_path, make_facts(1), tensors)
-    saver = AsyncCheckpointer(
-        tmp_path, SavingRank(0, 1, block), Retention(1), background=background
-    )
-    saver.save(make_facts(2), tensors, {}, 12)
-    saver.wait()
-    assert steps_in(tmp_path) == [2, 1]
+    assert steps_in(tmp_path) == [3, 1]
     assert saver.last is not None
-    assert saver.last.step == 2
-    failure = saver.take_failure()
-    assert failure is not None
-    assert failure.problem.startswith("cannot remove an old checkpoint: ")
-    assert "step-00000001" in failure.problem
+    assert saver.last.step == 3
+    problems = [getattr(saver.take_failure(), "problem", None) for _ in range(3)]
+    assert problems[0].startswith(f"cannot write the checkpoint {tmp_path}/step-00000002: ")
+    assert problems[1].startswith("cannot remove an old checkpoint: ")
+    assert problems[2] is None
 
 
-@BOTH
-def test_a_bug_in_the_writer_is_raised(tmp_path, make_facts, background):
+def test_a_bug_in_the_writer_is_raised(tmp_path, make_facts):
     def lost() -> None:
         raise RuntimeError("Connection closed by peer")
 
-    saver = AsyncCheckpointer(tmp_path, SavingRank(0, 1, lost), Retention(1), background=background)
-    with pytest.raises(RuntimeError, match="Connection closed by peer"):
-        saver.save(make_facts(1), {"model.a": torch.ones(3)}, {}, 12)
-        while True:
-            assert saver.take_failure() is None
-            time.sleep(0.01)
-    with pytest.raises(RuntimeError, match="Connection closed by peer"):
-        saver.wait()
+    saver = AsyncCheckpointer(tmp_path, SavingRank(0, 1, lost), Retention(1), background=True)
+    saver.save(make_facts(1), {"model.a": torch.ones(3)}, {}, 12)
+    for call in (saver.wait, saver.take_failure):
+        with pytest.raises(RuntimeError, match="Connection closed by peer"):
+            call()
 
 
 def test_ranks_save_together_and_fail_together(tmp_path, make_facts):
@@ -264,27 +198,9 @@ def test_the_best_is_of_those_with_a_finite_loss_and_of_equal_ones_the_newest(tm
         save(step, loss)
     remove_old(tmp_path, Retention(last=1, best=2))
     assert steps_in(tmp_path) == [8, 5, 4]
+    save(4, 0.5)  # again, better than any
     removed = remove_old(tmp_path, Retention(last=1, best=1))
-    assert [path.name for path in removed] == ["step-00000004"]
-    assert steps_in(tmp_path) == [8, 5]
-
-
-def test_manifests_of_older_ones_are_read_once(tmp_path, save, monkeypatch):
-    read = []
-    read_manifest = background.read_manifest
-
-    def count(path):
-        read.append(path.name)
-        return read_manifest(path)
-
-    monkeypatch.setattr(background, "read_manifest", count)
-    for step in range(1, 9):
-        save(step, float(step))
-        remove_old(tmp_path, Retention(last=1, every=1))
-    assert max(map(read.count, read)) == 2  # as the newest, and as an older one
-    save(3, 0.5)  # again, better than any
-    remove_old(tmp_path, Retention(last=1, best=1))
-    assert steps_in(tmp_path) == [8, 3]
+    assert [path.name for path in removed] == ["step-00000005"]
 
 
 def test_only_complete_ones_count(tmp_path, save):

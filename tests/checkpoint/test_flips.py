@@ -120,51 +120,42 @@ def test_every_truncation_and_every_growth_is_found(saved: Path) -> None:
 
 def test_all_problems_of_all_files_are_listed(saved: Path) -> None:
     shards = sorted(path for path in saved.iterdir() if path.suffix == ".safetensors")
-    flip_bit(shards[0], shards[0].stat().st_size - 1, 1)
-    flip_bit(shards[1], 20, 1)
+    flip_bit(shards[0], -1)
+    flip_bit(shards[1], 20)
     shards[2].unlink()
     shards[3].write_bytes(shards[3].read_bytes()[:-1])
     shards[4].unlink()
     shards[4].mkdir()
     (saved / "notes.txt").write_text("mine")
-    first_value = 8 + int.from_bytes(shards[5].read_bytes()[:8], "little")
-    flip_bit(shards[5], first_value, 128)
-    flip_bit(shards[5], shards[5].stat().st_size - 1, 128)
+    flip_bit(shards[5], 8 + int.from_bytes(shards[5].read_bytes()[:8], "little"), 128)
+    flip_bit(shards[5], -1, 128)
     with pytest.raises(CheckpointError) as caught:
         check_checkpoint(saved)
     title, *lines = caught.value.problem.splitlines()
     assert title == f"{saved}: 7 problems"
-    assert lines[0] == "  'notes.txt' is not part of this checkpoint: the manifest does not list it"
-    assert lines[1].startswith(f"  {shards[0].name} is damaged: the checksum of '")
-    assert lines[2].startswith(f"  {shards[1].name} is damaged: the sha256 of its header is ")
-    assert lines[3] == f"  {shards[2].name} is missing or not a regular file"
     n_bytes = shards[3].stat().st_size
-    assert lines[4] == f"  {shards[3].name} has {n_bytes} bytes instead of {n_bytes + 1}"
-    assert lines[5] == f"  {shards[4].name} is missing or not a regular file"
-    assert lines[6].startswith(f"  {shards[5].name} is damaged: the checksum of '")
+    expected = [
+        "'notes.txt' is not part of this checkpoint: the manifest does not list it",
+        f"{shards[0].name} is damaged: the checksum of '",
+        f"{shards[1].name} is damaged: the sha256 of its header is ",
+        f"{shards[2].name} is missing or not a regular file",
+        f"{shards[3].name} has {n_bytes} bytes instead of {n_bytes + 1}",
+        f"{shards[4].name} is missing or not a regular file",
+        f"{shards[5].name} is damaged: the checksum of '",
+    ]
+    assert all(line.startswith(f"  {text}") for line, text in zip(lines, expected, strict=True))
     assert "; so are 1 more of its " in lines[6]
     assert "restore its files from a copy" in caught.value.hint
-
-
-def test_many_problems_are_counted(saved: Path) -> None:
-    for number in range(30):
-        (saved / f"more-{number:02d}").touch()
-    with pytest.raises(CheckpointError) as caught:
-        check_checkpoint(saved)
-    assert f"{saved}: 30 problems" in caught.value.problem
-    assert caught.value.problem.endswith("\n  and 10 more")
 
 
 def test_files_that_changed_places_are_found(saved: Path, tmp_path: Path) -> None:
     first, second = sorted(saved.glob("optimizer-*"))[:2]
     assert first.stat().st_size == second.stat().st_size, "the sizes would tell"
-    first.rename(tmp_path / "aside")
-    second.rename(first)
-    (tmp_path / "aside").rename(second)
-    with pytest.raises(CheckpointError) as caught:
+    contents = first.read_bytes(), second.read_bytes()
+    for path, content in zip((second, first), contents, strict=True):
+        path.write_bytes(content)
+    with pytest.raises(CheckpointError, match=rf"{first.name}.*\n.*{second.name}"):
         check_checkpoint(saved)
-    assert first.name in caught.value.problem
-    assert second.name in caught.value.problem
 
 
 def test_a_manifest_of_another_step_is_found(saved: Path) -> None:
@@ -193,5 +184,5 @@ def test_a_manifest_that_was_sealed_again_must_still_fit_the_files(
     saved: Path, edit_manifest: Edit, change: Callable[[dict[str, Any]], None]
 ) -> None:
     edit_manifest(saved, change)
-    with pytest.raises(CheckpointError, match=r"does not match the manifest|two chunks"):
+    with pytest.raises(CheckpointError, match=r"manifest says|not match|no tensor"):
         check_checkpoint(saved)

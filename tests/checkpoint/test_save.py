@@ -8,7 +8,6 @@ from trainyard.checkpoint.load import load_tensors
 from trainyard.checkpoint.resume import newest_checkpoint
 from trainyard.checkpoint.save import save_checkpoint
 from trainyard.checkpoint.shard import (
-    SHARD_LIMIT_BYTES,
     THREADS,
     limit_of_shards,
     split_in_shards,
@@ -42,11 +41,6 @@ def test_the_threads_that_write_end_together(gigabytes):
         threads[threads.index(min(threads))] += sum(t.nbytes for t in shard.values())
     assert max(threads) < 1.25 * n_bytes / THREADS
     assert len(shards) <= 2 * THREADS + 2 or gigabytes > 8
-
-
-def test_small_checkpoints_have_few_files_and_large_ones_files_to_move():
-    assert limit_of_shards(10**7) > 10**7
-    assert limit_of_shards(10**13) == SHARD_LIMIT_BYTES
 
 
 def test_a_second_checkpoint_of_a_step_replaces_the_first(tmp_path, make_facts):

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-import re
 import shutil
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -58,20 +56,15 @@ def test_the_library_reads_what_we_write_and_the_checksums_are_right(tmp_path, o
 
 def test_we_read_what_the_library_writes(tmp_path, of_every_type):
     path = tmp_path / "a.safetensors"
-    tensors = {
-        name: tensor.detach().clone(memory_format=torch.contiguous_format)
-        for name, tensor in of_every_type.items()
-    }
+    tensors = {name: tensor.detach().contiguous() for name, tensor in of_every_type.items()}
+    tensors = {name: tensor.clone() for name, tensor in tensors.items()}
     save_file(tensors, path, metadata={"format": "pt"})
     header = read_header(path)
     assert header.keys() == tensors.keys()
     for name, tensor in tensors.items():
         into = torch.empty_like(tensor)
-        checksum = read_values(header[name], into)
+        assert read_values(header[name], into) == read_values(header[name])
         assert same(into, tensor), name
-        assert read_values(header[name]) == checksum
-        values = tensor.reshape(-1).view(torch.uint8).numpy().tobytes()
-        assert checksum == xxhash.xxh3_128_hexdigest(values)
 
 
 @pytest.mark.parametrize("piece_bytes", [8, 4096, 10_000])
@@ -104,77 +97,61 @@ def test_the_files_are_the_same_in_any_order_of_tensors(tmp_path, of_every_type)
     assert one.read_bytes() == other.read_bytes()
 
 
-def write_file(path: Path, header: bytes, n_value_bytes: int, length: int | None = None) -> None:
-    length = len(header) if length is None else length
-    path.write_bytes(length.to_bytes(8, "little") + header + bytes(n_value_bytes))
+def framed(header: bytes, length: int | None = None) -> bytes:
+    """A file with this header and 8 bytes of values."""
+    return (len(header) if length is None else length).to_bytes(8, "little") + header + bytes(8)
 
 
 def entry(dtype: str = "F32", shape: Any = (2,), offsets: Any = (0, 8)) -> bytes:
     fields = {"dtype": dtype, "shape": shape, "data_offsets": offsets}
-    return json.dumps({"a": fields}).encode()
+    return framed(json.dumps({"a": fields}).encode())
 
 
 HOSTILE = {
-    "empty file": (b"", 0, 0, "its header would have|Input data was truncated"),
-    "length beyond the file": (b"{}", 0, 3, "its header would have 3 bytes"),
-    "largest length": (b"{}", 0, 2**64 - 1, "its header would have 18446744073709551615 bytes"),
-    "not JSON": (b"\x80\x04cos\nsystem\n", 8, None, "malformed|invalid"),
-    "a list": (b"[]", 8, None, "Expected `object`"),
-    "deep": (b'{"a":' + b"[" * 100_000, 8, None, "recursion|malformed|Expected|truncated"),
-    "unknown type": (entry("F4"), 8, None, r"'a' is F4 \[2\]"),
-    "type of Python": (entry("object"), 8, None, r"'a' is object \[2\]"),
-    "text for a number": (entry(shape=["2"]), 8, None, "Expected `int`"),
-    "fraction": (entry(shape=[2.5]), 8, None, "Expected `int`"),
-    "negative shape": (entry(shape=[-1, -2]), 8, None, r"'a' is F32 \[-1, -2\]"),
-    "beyond the end": (entry(shape=[3], offsets=[0, 12]), 8, None, "at 0:12, beyond its end"),
-    "before the start": (entry(offsets=[-8, 0]), 8, None, "at -8:0, beyond its end"),
-    "backwards": (entry(shape=[0], offsets=[4, 0]), 8, None, "at 4:0, beyond its end"),
-    "too few bytes": (entry(offsets=[0, 4]), 8, None, r"has 4 bytes for \[2\]"),
-    "product wraps": (entry(shape=[2**62, 4], offsets=[0, 0]), 8, None, "has 0 bytes for"),
-    "bytes in front": (
-        entry(shape=[1], offsets=[4, 8]),
-        8,
-        None,
-        "'a' begins at 4, not at the next byte, 0",
-    ),
-    "bytes behind": (entry(shape=[1], offsets=[0, 4]), 8, None, "4 bytes belong to no tensor"),
+    "empty file": (bytes(8), "Input data was truncated"),
+    "length beyond the file": (framed(b"{}", 11), "its header would have 11 bytes"),
+    "largest length": (framed(b"{}", 2**64 - 1), "would have 18446744073709551615 bytes"),
+    "not JSON": (framed(b"\x80\x04cos\nsystem\n"), "malformed|invalid"),
+    "a list": (framed(b"[]"), "Expected `object`"),
+    "deep": (framed(b'{"a":' + b"[" * 100_000), "recursion|malformed|Expected|truncated"),
+    "unknown type": (entry("F4"), r"'a' is F4 \[2\]"),
+    "text for a number": (entry(shape=["2"]), "Expected `int`"),
+    "fraction": (entry(shape=[2.5]), "Expected `int`"),
+    "negative shape": (entry(shape=[-1, -2]), r"'a' is F32 \[-1, -2\]"),
+    "beyond the end": (entry(shape=[3], offsets=[0, 12]), "tensors have 12 bytes of 8"),
+    "before the start": (entry(offsets=[-8, 0]), "at -8:0, not at 0:8"),
+    "backwards": (entry(shape=[0], offsets=[4, 0]), "at 4:0, not at 0:0"),
+    "too few bytes": (entry(offsets=[0, 4]), "at 0:4, not at 0:8"),
+    "product wraps": (entry(shape=[2**62, 4], offsets=[0, 0]), "at 0:0, not at 0:7378697629"),
+    "bytes in front": (entry(shape=[1], offsets=[4, 8]), "at 4:8, not at 0:4"),
+    "bytes behind": (entry(shape=[1], offsets=[0, 4]), "tensors have 4 bytes of 8"),
     "bytes of two": (
-        *(b'{"b": {"dtype": "U8", "shape": [5], "data_offsets": [0, 5]}, ' + entry()[1:], 8, None),
-        "'a' begins at 0, not at the next byte, 5|'b' begins at 0, not at the next byte, 8",
+        framed(b'{"b": {"dtype": "U8", "shape": [5], "data_offsets": [0, 5]}, ' + entry()[9:-8]),
+        "at 0:8, not at 5:13",
     ),
-    "no offsets": (b'{"a": {"dtype": "F32", "shape": [2]}}', 8, None, r"has 0 bytes for \[2\]"),
+    "no offsets": (framed(b'{"a": {"dtype": "F32", "shape": [2]}}'), "at 0:0, not at 0:8"),
 }
 
 
-@pytest.mark.parametrize("header, n_value_bytes, length, problem", HOSTILE.values(), ids=HOSTILE)
-def test_a_hostile_header_is_refused(tmp_path, header, n_value_bytes, length, problem):
+@pytest.mark.parametrize("content, problem", HOSTILE.values(), ids=HOSTILE)
+def test_a_hostile_header_is_refused(tmp_path, content, problem):
     path = tmp_path / "a.safetensors"
-    write_file(path, header, n_value_bytes, length)
-    with pytest.raises(CheckpointError) as raised:
+    path.write_bytes(content)
+    with pytest.raises(CheckpointError, match=problem) as raised:
         read_header(path)
     assert raised.value.problem.startswith(f"{path} is not a safetensors file: ")
-    assert re.search(problem, raised.value.problem), raised.value.problem
 
 
-def test_a_file_that_becomes_shorter_is_named(tmp_path):
-    path = tmp_path / "a.safetensors"
+def test_a_file_that_becomes_shorter_or_is_removed_meanwhile_is_named(tmp_path):
+    path = tmp_path / "step-00000004" / "a.safetensors"
+    path.parent.mkdir()
     write_shards({path: {"a": torch.zeros(5000)}})
     values = read_header(path)["a"]
     os.truncate(path, 10_000)
     with pytest.raises(CheckpointError, match=f"{path} cannot be read: it ends at byte 10000"):
         read_values(values, torch.empty(5000))
-    path.unlink()
-    with pytest.raises(CheckpointError, match=f"{path} cannot be read: .*No such file"):
-        read_values(values)
-
-
-def test_a_checkpoint_that_training_removed_meanwhile_is_not_called_damaged(tmp_path):
-    path = tmp_path / "step-00000004" / "a.safetensors"
-    path.parent.mkdir()
-    write_shards({path: {"a": torch.zeros(5000)}})
-    values = read_header(path)["a"]
     shutil.rmtree(path.parent)
     for read in (lambda: read_values(values), lambda: read_header(path)):
-        with pytest.raises(CheckpointError) as caught:
+        with pytest.raises(CheckpointError, match=f"{path} cannot be read: .*No such") as caught:
             read()
         assert caught.value.hint == "training has removed it meanwhile: run the command again"

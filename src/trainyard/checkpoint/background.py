@@ -19,7 +19,6 @@ from __future__ import annotations
 
 import functools
 import math
-import shutil
 import threading
 import time
 import weakref
@@ -28,6 +27,7 @@ from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import torch
 from torch import Tensor
@@ -61,11 +61,6 @@ class Retention:
     best: int = 0
     """The n with the lowest held-out loss; 0: none."""
 
-    def __post_init__(self) -> None:
-        assert self.last >= 1, self
-        assert self.every >= 0, self
-        assert self.best >= 0, self
-
 
 @dataclass(frozen=True)
 class SaveTimes:
@@ -92,6 +87,9 @@ class AsyncCheckpointer:
         background: write while training continues; else `save` returns once all is written, and
             needs no host memory.
         vocabulary: of the run's tokenizer; copied into every checkpoint.
+
+    Attributes:
+        last: times of the newest complete save.
     """
 
     def __init__(
@@ -111,16 +109,11 @@ class AsyncCheckpointer:
         self._thread: threading.Thread | None = None
         self._error: Exception | None = None
         self._untold: deque[MachineError] = deque()
-        self._last: SaveTimes | None = None
+        self.last: SaveTimes | None = None
         if ranks.rank == 0:  # an earlier start may have ended between a save and this
             with suppress(OSError):  # the next save reports it
                 remove_partials(folder)
             self._remove_old()
-
-    @property
-    def last(self) -> SaveTimes | None:
-        """Times of the newest complete save."""
-        return self._last
 
     def reserve(self, n_bytes: int, device: torch.device) -> None:
         """Allocates the host memory before the first save.
@@ -157,18 +150,13 @@ class AsyncCheckpointer:
 
         def write() -> None:
             try:
+                ranks, copied = self._ranks, self._vocabulary
                 save_checkpoint(
-                    self._folder,
-                    facts,
-                    tensors,
-                    placements,
-                    self._ranks,
-                    total_bytes,
-                    self._vocabulary,
+                    self._folder, facts, tensors, placements, ranks, total_bytes, copied
                 )
                 seconds = time.perf_counter() - started
                 stalled = seconds if self._host is None else stall_seconds
-                self._last = SaveTimes(facts.step, total_bytes, stalled, seconds)
+                self.last = SaveTimes(facts.step, total_bytes, stalled, seconds)
                 self._remove_old()
             except Exception as error:
                 self._error = error
@@ -259,12 +247,10 @@ def check_saving(folder: Path, total_bytes: int) -> None:
     Raises:
         MachineError: it cannot be written, or has no space for one checkpoint.
     """
-    trial = folder / ".trial.partial"
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        trial.mkdir(exist_ok=True)
-        (trial / "trial").write_bytes(b"x")
-        shutil.rmtree(trial)
+        with TemporaryDirectory(prefix=".trial-", dir=folder) as trial:
+            (Path(trial) / "trial").write_bytes(b"x")
     except OSError as error:
         raise MachineError(
             f"cannot write checkpoints to {folder}: {error}",

@@ -289,12 +289,9 @@ def list_checkpoints(folder: Path) -> list[Path]:
 
     A broken link counts: its disk may be unmounted.
     """
-    found = [
-        path
-        for path in folder.glob("step-*")
-        if step_of(path) is not None and (path.is_dir() or path.is_symlink())
-    ]
-    return sorted(found, key=lambda path: step_of(path) or 0, reverse=True)
+    paths = (path for path in folder.glob("step-*") if path.is_dir() or path.is_symlink())
+    steps = {path: step for path in paths if (step := step_of(path)) is not None}
+    return sorted(steps, key=steps.__getitem__, reverse=True)
 
 
 def first_problem(error: ValidationError) -> str:

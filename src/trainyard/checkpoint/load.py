@@ -192,19 +192,8 @@ def _check_shape(
         )
 
 
-_Chunks = list[tuple[str, str, Chunk]]
+Chunks = list[tuple[str, str, Chunk]]
 """Names of tensors, their types, and chunks of them."""
-
-
-def _by_file(manifest: Manifest, wanted: Mapping[str, Placement]) -> dict[str, _Chunks]:
-    """Lists by file the chunks that overlap each part to read."""
-    found: dict[str, _Chunks] = {}
-    for name, part in wanted.items():
-        stored = manifest.tensors[name]
-        for chunk in stored.chunks:
-            if _overlap(part, chunk) is not None:
-                found.setdefault(chunk.file, []).append((name, stored.dtype, chunk))
-    return found
 
 
 def _overlap(place: Placement, chunk: Chunk) -> tuple[tuple[slice, ...], tuple[slice, ...]] | None:
@@ -229,18 +218,25 @@ def _fill(
     places: Mapping[str, Placement],
 ) -> None:
     """Reads and checks every chunk that overlaps these tensors."""
+    chunks: dict[str, Chunks] = {}
+    for name in tensors:
+        stored = manifest.tensors[name]
+        for chunk in stored.chunks:
+            if _overlap(places[name], chunk) is not None:
+                chunks.setdefault(chunk.file, []).append((name, stored.dtype, chunk))
 
     def take(name: str, chunk: Chunk, values: Values) -> None:
         found = _read_shared(tensors[name].detach(), places[name], chunk, values)
-        _compare(path, name, chunk, found)
+        if found != chunk.checksum:
+            damage = describe_damage(name, chunk, found)
+            raise CheckpointError(f"{path / chunk.file} is damaged: {damage}", OLDER_IS_KEPT)
 
-    chunks = _by_file(manifest, {name: places[name] for name in tensors})
     pool = ThreadPoolExecutor(THREADS)
     try:
         started = [
             pool.submit(take, *found)
             for file in sorted(chunks)
-            for found in _find_values(path / file, chunks[file])
+            for found in find_values(path / file, read_header(path / file), chunks[file])
         ]
         for future in started:
             future.result()
@@ -263,9 +259,14 @@ def _read_shared(target: Tensor, place: Placement, chunk: Chunk, values: Values)
     return checksum
 
 
-def _find_values(file: Path, chunks: _Chunks) -> list[tuple[str, Chunk, Values]]:
-    """Locates the chunks of a file, in file order."""
-    header = read_header(file)
+def find_values(
+    file: Path, header: Mapping[str, Values], chunks: Chunks
+) -> list[tuple[str, Chunk, Values]]:
+    """Locates chunks in a file, in its order.
+
+    Raises:
+        CheckpointError: the file has another tensor, or none, in place of a chunk.
+    """
     found = []
     for name, dtype, chunk in chunks:
         if name not in header:
@@ -281,10 +282,6 @@ def _find_values(file: Path, chunks: _Chunks) -> list[tuple[str, Chunk, Values]]
     return sorted(found, key=lambda each: each[2].start)
 
 
-def _compare(path: Path, name: str, chunk: Chunk, found: str) -> None:
-    if found != chunk.checksum:
-        raise CheckpointError(
-            f"{path / chunk.file} is damaged: the checksum of {name!r} in it is {found}, "
-            f"the manifest says {chunk.checksum}",
-            OLDER_IS_KEPT,
-        )
+def describe_damage(name: str, chunk: Chunk, found: str) -> str:
+    """Describes a chunk with another checksum than the manifest's."""
+    return f"the checksum of {name!r} in it is {found}, the manifest says {chunk.checksum}"

@@ -3,15 +3,20 @@
 Fields that change neither mathematics nor data are free, even if rounding changes. The length may
 change down to the step reached, the schedule if the learning rate does not jump, and the data if
 `data.from_step` is the checkpoint's step. All other fields would make the rest of the run another
-experiment; an error names them. A branch (`train.start_from`) may change everything but the shape.
+experiment; an error names them. `config/resume.toml` lists all. A branch (`train.start_from`) may
+change everything but the shape.
 """
 
 from __future__ import annotations
 
 import logging
 import math
+import tomllib
+from collections.abc import Iterable
 from dataclasses import dataclass
+from importlib import resources
 from pathlib import Path
+from typing import Any
 
 from pydantic import BaseModel
 
@@ -29,37 +34,10 @@ from trainyard.layout.resolve import learning_rate, resolve
 
 logger = logging.getLogger("trainyard")
 
-FREE = (
-    *("name", "description", "tokenizer.", "parallel."),
-    *("checkpoint.", "evaluate.", "log.", "guard.", "kernels."),
-    # Files may move: their fingerprint is compared, not their paths.
-    *("data.cache_folder", "data.blend.prefixes", "data.train.prefixes"),
-    *("data.valid.prefixes", "data.test.prefixes", "data.blend.patterns"),
-    *("data.train.patterns", "data.valid.patterns", "data.test.patterns"),
-    *("train.length", "train.micro_batch_size", "train.stop_after_minutes", "train.compile"),
-    "train.deterministic",
-    *("model.vocabulary_multiple", "precision.fp8.all_gather", "precision.fp8.emulate"),
-)
-REFUSED = {
-    "model.attention_within_documents": "the weights were trained to see as many documents",
-    "model.end_of_document_id": "it decides which tokens see each other",
-    "model.": "it fixes the weights' shapes and the dropout they were trained with",
-    "data.": "it changes the sequences, or their order",
-    "train.start_from": "the run has begun",
-    "train.start_with": "the run has begun",
-    "train.global_batch_size": "it decides which data each step sees",
-    "train.batch_ramp": "it decides which data each step sees",
-    "train.z_loss": "the checkpoint's moments were accumulated with it",
-    "train.seed": "it decides the data order and dropout",
-    "optimizer.": "the checkpoint's moments were accumulated with it",
-    "schedule.": "the learning rate would jump",
-    "precision.": "weights and moments were rounded to it",
-}
-# Before the first step there are only weights: only the model that computes with them is fixed.
-_FREE_AT_START = (
-    *("model.vocabulary_multiple", "model.dropout", "model.init_std"),
-    *("model.attention_within_documents", "model.end_of_document_id"),
-)
+_FILE = resources.files("trainyard.config") / "resume.toml"
+_RULES: dict[str, Any] = tomllib.loads(_FILE.read_text(encoding="utf-8"))
+FREE: tuple[str, ...] = tuple(_RULES["free"])
+"""Fields and sections that may change."""
 
 
 @dataclass(frozen=True)
@@ -145,7 +123,7 @@ def check_resumable(
             + "\n".join(f"  {line}" for line in refused),
             f"change these back{hint}; or start over with --overwrite, or with another name, from "
             f"these weights with train.start_from={manifest.build_run().name}@{manifest.step}; "
-            "free to change: " + ", ".join(name.removesuffix(".") for name in FREE),
+            "free to change: " + ", ".join(FREE),
         )
     return changes
 
@@ -155,7 +133,7 @@ def shape_changes(saved: Run, wanted: Run) -> list[Change]:
 
     Rotary positions have no weights, so sequences may be of another length.
     """
-    free = {*_FREE_AT_START}
+    free = set(_RULES["free_at_start"])
     if wanted.model.positions == "rotary":
         free.add("model.sequence_length")
     return [
@@ -195,7 +173,8 @@ def refusal_of(field: str) -> str:
     """Returns why a field must not change on resume; empty if it may."""
     if _is_in(field, FREE):
         return ""
-    return next(reason for name, reason in REFUSED.items() if _is_in(field, (name,)))
+    reasons: dict[str, str] = _RULES["refused"]
+    return next(reason for name, reason in reasons.items() if _is_in(field, (name,)))
 
 
 def _count_files(change: Change) -> str:
@@ -207,11 +186,8 @@ def _count_files(change: Change) -> str:
     return f"; {change.field}: {len(saved)} files in the checkpoint, now {n_wanted}"
 
 
-def _is_in(field: str, names: tuple[str, ...]) -> bool:
-    return any(
-        field == name or field.startswith(name if name.endswith(".") else f"{name}.")
-        for name in names
-    )
+def _is_in(field: str, names: Iterable[str]) -> bool:
+    return any(field == name or field.startswith(f"{name}.") for name in names)
 
 
 def _flatten(section: BaseModel, prefix: str = "") -> dict[str, object]:

@@ -160,16 +160,14 @@ def read_header(path: Path) -> dict[str, Values]:
         dtype = DTYPES.get(_CODES.get(entry.dtype, ""))
         if dtype is None or min(entry.shape, default=0) < 0:
             raise _malformed(path, f"{name!r} is {entry.dtype} {list(entry.shape)}")
-        if not 0 <= start <= end <= size - 8 - n_bytes:
-            raise _malformed(path, f"{name!r} is at {start}:{end}, beyond its end")
-        if end - start != math.prod(entry.shape) * dtype.itemsize:
-            raise _malformed(path, f"{name!r} has {end - start} bytes for {list(entry.shape)}")
-        if start != filled:
-            raise _malformed(path, f"{name!r} begins at {start}, not at the next byte, {filled}")
+        place = filled, filled + math.prod(entry.shape) * dtype.itemsize
+        if (start, end) != place:
+            what = f"{name!r}, {entry.dtype} {list(entry.shape)}"
+            raise _malformed(path, f"{what} is at {start}:{end}, not at {place[0]}:{place[1]}")
         filled = end
         found[name] = Values(path, dtype, entry.shape, 8 + n_bytes + start, end - start)
     if filled != size - 8 - n_bytes:
-        raise _malformed(path, f"{size - 8 - n_bytes - filled} bytes belong to no tensor")
+        raise _malformed(path, f"tensors have {filled} bytes of {size - 8 - n_bytes}")
     return found
 
 

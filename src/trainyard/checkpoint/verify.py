@@ -28,29 +28,24 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
-import torch
-
 from trainyard.checkpoint.format import (
     MANIFEST,
     OLDER_IS_KEPT,
     TOKENIZER,
-    Chunk,
     Manifest,
     header_sha256,
     load_manifest,
     regular_file_size,
     step_of,
 )
-from trainyard.checkpoint.shard import DTYPES, read_header, read_values
+from trainyard.checkpoint.load import Chunks, describe_damage, find_values
+from trainyard.checkpoint.shard import read_header, read_values
 from trainyard.errors import CheckpointError, refuse_problems
 
 # Takes bytes done and total bytes; called by several threads, one at a time.
 Progress = Callable[[int, int], None]
 
 _THREADS = min(os.cpu_count() or 1, 8)
-
-_Chunks = dict[str, tuple[str, Chunk]]
-"""The type and the chunk of each tensor in a file."""
 
 
 @dataclass(frozen=True)
@@ -75,13 +70,15 @@ def check_checkpoint(path: Path, progress: Progress | None = None) -> Checkpoint
     """
     manifest = load_manifest(path)
     problems = _problems_of_folder(path, manifest)
-    counter = _Counter(sum(manifest.sizes.values()), progress)
-    chunks: dict[str, _Chunks] = {name: {} for name in manifest.files}
-    for name, tensor in manifest.tensors.items():
-        for chunk in tensor.chunks:
-            if name in chunks[chunk.file]:
-                problems.append(f"{chunk.file} is listed with two chunks of {name!r}")
-            chunks[chunk.file][name] = (tensor.dtype, chunk)
+    total, done, lock = sum(manifest.sizes.values()), 0, threading.Lock()
+    chunks = _list_chunks(manifest)
+
+    def count(n_bytes: int) -> None:
+        nonlocal done
+        with lock:
+            done += n_bytes
+            if progress is not None:
+                progress(done, total)
 
     def problem_of(name: str) -> str:
         file = path / name
@@ -92,18 +89,26 @@ def check_checkpoint(path: Path, progress: Progress | None = None) -> Checkpoint
             if size != expected:
                 return f"{name} has {size} bytes instead of {expected}"
             if manifest.tokenizer and name == TOKENIZER:
-                return _problem_of_tokenizer(file, manifest.tokenizer.sha256, counter.add)
-            header = manifest.files[name].header_sha256
-            return _problem_of_file(file, header, chunks[name], counter.add)
+                return _problem_of_tokenizer(file, manifest.tokenizer.sha256, count)
+            return _problem_of_file(file, manifest.files[name].header_sha256, chunks[name], count)
         except CheckpointError as error:
-            return error.problem.removeprefix(f"{path}/")
+            return error.problem.replace(f"{path}/", "")
         except OSError as error:
             return f"{name} cannot be read: {error.strerror}"
 
     with ThreadPoolExecutor(_THREADS) as pool:
         problems += filter(None, pool.map(problem_of, sorted(manifest.sizes)))
     refuse_problems(str(path), problems, CheckpointError, OLDER_IS_KEPT)
-    return CheckpointReport(path, manifest, counter.total + (path / MANIFEST).stat().st_size)
+    return CheckpointReport(path, manifest, total + (path / MANIFEST).stat().st_size)
+
+
+def _list_chunks(manifest: Manifest) -> dict[str, Chunks]:
+    """Lists what each file should hold."""
+    chunks: dict[str, Chunks] = {name: [] for name in manifest.files}
+    for name, tensor in manifest.tensors.items():
+        for chunk in tensor.chunks:
+            chunks[chunk.file].append((name, tensor.dtype, chunk))
+    return chunks
 
 
 def _problems_of_folder(path: Path, manifest: Manifest) -> list[str]:
@@ -129,61 +134,37 @@ def _problem_of_tokenizer(path: Path, expected: str, read: Callable[[int], None]
     return f"{path.name} is damaged: its sha256 is {found}, the manifest says {expected}"
 
 
-def _problem_of_file(
-    path: Path, expected_header: str, chunks: _Chunks, read: Callable[[int], None]
-) -> str:
+def _problem_of_file(path: Path, expected: str, chunks: Chunks, read: Callable[[int], None]) -> str:
     """Describes the problem of a file of tensors; empty if it is intact.
 
+    Args:
+        path: the file.
+        expected: the checksum of its header.
+        chunks: all that it should hold.
+        read: called with the bytes of each read.
+
     Raises:
-        CheckpointError, OSError: it cannot be read, or is not a safetensors file.
+        CheckpointError, OSError: it cannot be read, or does not hold the chunks.
     """
-    name = path.name
     found = header_sha256(path)
-    if found != expected_header:
+    if found != expected:
         return (
-            f"{name} is damaged: the sha256 of its header is {found}, the manifest says "
-            f"{expected_header}"
+            f"{path.name} is damaged: the sha256 of its header is {found}, the manifest says "
+            f"{expected}"
         )
     header = read_header(path)
-    holds = {tensor: (values.dtype, values.shape) for tensor, values in header.items()}
-    listed = {tensor: (DTYPES[dtype], chunk.shape) for tensor, (dtype, chunk) in chunks.items()}
-    for tensor in sorted(holds.keys() | listed.keys()):
-        if holds.get(tensor) != listed.get(tensor):
-            return (
-                f"{name} does not match the manifest: {tensor!r} is "
-                f"{_describe(holds.get(tensor))}, not {_describe(listed.get(tensor))}"
-            )
+    values_of_chunks = find_values(path, header, chunks)
+    if header.keys() != {name for name, *_ in chunks} or len(header) != len(chunks):
+        n_held, n_listed = len(header), len(chunks)
+        return f"{path.name} does not match the manifest: {n_held} tensors, not {n_listed}"
     read(path.stat().st_size - sum(values.n_bytes for values in header.values()))
     damaged = []
-    for tensor, values in header.items():  # in file order
-        expected = chunks[tensor][1].checksum
-        found = read_values(values, like=expected)
+    for name, chunk, values in values_of_chunks:
+        found = read_values(values, like=chunk.checksum)
         read(values.n_bytes)
-        if found != expected:
-            damaged.append(
-                f"the checksum of {tensor!r} in it is {found}, the manifest says {expected}"
-            )
+        if found != chunk.checksum:
+            damaged.append(describe_damage(name, chunk, found))
     if not damaged:
         return ""
     others = f"; so are {len(damaged) - 1} more of its {len(header)} tensors"
-    return f"{name} is damaged: {damaged[0]}{others if len(damaged) > 1 else ''}"
-
-
-def _describe(values: tuple[torch.dtype, tuple[int, ...]] | None) -> str:
-    return f"{str(values[0]).removeprefix('torch.')} {list(values[1])}" if values else "absent"
-
-
-class _Counter:
-    """Counts bytes read by several threads."""
-
-    def __init__(self, total: int, progress: Progress | None) -> None:
-        self.total = total
-        self._done = 0
-        self._progress = progress
-        self._lock = threading.Lock()
-
-    def add(self, n_bytes: int) -> None:
-        with self._lock:
-            self._done += n_bytes
-            if self._progress is not None:
-                self._progress(self._done, self.total)
+    return f"{path.name} is damaged: {damaged[0]}{others if len(damaged) > 1 else ''}"
