@@ -2,8 +2,8 @@
 
 What it is wanted to do is
 
-    {"process": fields of Process, "facts": {..}, "timeout": seconds, "delay": seconds before,
-     "number": in the list, "after": those of ranks which must have come before,
+    {"process": fields of Process, "facts": {..}, "timeout": seconds, "number": in the list,
+     "after": those of ranks which must have come before,
      "gives_up_after": [those after which the time is up for those who wait for more],
      "others": numbers of all the others,
      "do": "sum", "no facts" once the others have come, or instead of the sum "raise", "refuse" or
@@ -94,7 +94,6 @@ def run_rank(wanted: dict[str, Any], came: mmap.mmap) -> None:
             raise DataError("corpus.bin is missing", "copy it here")
         return dict(wanted["facts"])
 
-    time.sleep(wanted["delay"])
     wait_for(wanted["after"], came)
     process = Process(**fields)
     note_coming(wanted["number"], came)

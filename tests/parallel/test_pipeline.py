@@ -29,6 +29,7 @@ from trainyard.simulate.simulation import count_steps
 SMALL = """train.compile=never train.micro_batch_size=1 train.global_batch_size=24
     model.n_layers=4 model.d_model=32 model.n_heads=2 model.d_ff=64 model.sequence_length=64
     model.vocabulary_size=90 model.dropout=0.0 parallel.zero_stage=0"""
+CPU = torch.device("cpu")
 MESSAGE_BYTES = 64 * 32 * 4
 SCHEDULES = ("pp2 gpipe", "pp2", "pp2 interleaved", "pp2 zero-bubble-chunks")
 
@@ -40,13 +41,17 @@ def build_run(schedule: str, precision: str) -> Run:
     return run
 
 
+def build(run: Run) -> ParallelModel:
+    plan = resolve(run, 2)
+    return ParallelModel(run, plan, build_mesh(plan.topology, dist.get_rank(), CPU))
+
+
 def count(run: Run, numbers: list[int]) -> list[tuple[int, int]]:
     """Trains a step of each number of micro batches; gives bytes at the peak and after it."""
     plan = resolve(run, 2)
-    mesh = build_mesh(plan.topology, dist.get_rank(), torch.device("cpu"))
-    books = Accounting()
-    with books:
-        counts = count_steps(run, plan, mesh, books, numbers)
+    mesh = build_mesh(plan.topology, dist.get_rank(), CPU)
+    with Accounting() as accounts:
+        counts = count_steps(run, plan, mesh, accounts, numbers)
     # Tokens and labels are those of a whole step.
     return [(each.peak_bytes - each.batch_bytes, each.held_bytes) for each in counts]
 
@@ -64,16 +69,13 @@ def test_training_holds_no_more_for_more_micro_batches(
 
 def evaluate(run: Run, numbers: list[int]) -> list[int]:
     """Evaluates each number of sequences; gives bytes at the peak."""
-    plan = resolve(run, 2)
-    mesh = build_mesh(plan.topology, dist.get_rank(), torch.device("cpu"))
-    parallel_model = ParallelModel(run, plan, mesh, torch.float32)
+    parallel_model = build(run)
     peaks = []
     for n in numbers:
         tokens = torch.zeros(n, 64, dtype=torch.int64)
-        books = Accounting()
-        with books:
+        with Accounting() as accounts:
             parallel_model.held_out_loss(tokens, tokens)
-        peaks.append(books.peak_bytes)
+        peaks.append(accounts.peak_bytes)
     return peaks
 
 
@@ -88,9 +90,7 @@ def test_evaluation_holds_no_more_for_more_micro_batches(
 
 def gradients_and_loss(run: Run) -> list[Any]:
     """Runs passes of two steps and of an evaluation after each; nothing is updated."""
-    plan = resolve(run, 2)
-    mesh = build_mesh(plan.topology, dist.get_rank(), torch.device("cpu"))
-    parallel_model = ParallelModel(run, plan, mesh, torch.bfloat16)
+    parallel_model = build(run)
     tokens = torch.arange(6 * 64).view(6, 64) % 90
     found: list[Any] = []
     for _ in range(2):

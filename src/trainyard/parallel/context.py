@@ -307,21 +307,17 @@ def refuse_ring(run: Run, device: torch.device) -> None:
     """
     if run.parallel.context_method != "ring" or device.type != "cuda":
         return
-    head_size = run.model.d_head
-    if run.model.attention_within_documents:
+    problems = {
+        "precision.kind='fp32'": run.precision.kind == "fp32",
+        f"heads of {run.model.d_head} values": run.model.d_head % FLASH_HEAD_MULTIPLE > 0,
+        "model.attention_within_documents=true": run.model.attention_within_documents,
+    }
+    if any(problems.values()):
+        names = " and ".join(name for name, is_there in problems.items() if is_there)
         raise ConfigError(
-            "parallel.context_method='ring' on a GPU is incompatible with "
-            "model.attention_within_documents=true: its kernels take no mask",
+            f"parallel.context_method='ring' on a GPU is incompatible with {names}: flash attention"
+            f" needs bf16 or fp16, a multiple of {FLASH_HEAD_MULTIPLE}, and takes no mask",
             "parallel.context_method=ulysses",
-        )
-    problems = ["precision.kind='fp32'"] if run.precision.kind == "fp32" else []
-    if head_size % FLASH_HEAD_MULTIPLE:
-        problems.append(f"heads of {head_size} values")
-    if problems:
-        raise ConfigError(
-            f"parallel.context_method='ring' on a GPU is incompatible with {' and '.join(problems)}"
-            f": flash attention needs bf16 or fp16, and a multiple of {FLASH_HEAD_MULTIPLE}",
-            "parallel.context_method=ulysses, or precision.kind=bf16 and another model.n_heads",
         )
 
 

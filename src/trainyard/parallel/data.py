@@ -142,30 +142,23 @@ class Float8AllGather(DefaultAllGather):
         in_fp8 = [part for part, is_fp8 in zip(parts, self._is_fp8, strict=True) if is_fp8]
         largest = torch.stack([part.abs().max() for part in in_fp8]).float()
         dist.all_reduce(largest, dist.ReduceOp.MAX, group=group)
-        scales = self._scale_of(largest, self._dtype, round_scales_to_power_of_2=True)
-        sent = torch.cat([part.view(torch.uint8) for part in self._made_fp8(parts, scales)])
-        received = sent.new_empty(n_ranks, len(sent))
-        super().__call__(received.view(-1), sent, group)
-        n_bytes = [
-            length * (1 if is_fp8 else input_tensor.element_size())
-            for length, is_fp8 in zip(lengths, self._is_fp8, strict=True)
+        found = iter(self._scale_of(largest, self._dtype, round_scales_to_power_of_2=True))
+        scales = [next(found) if is_fp8 else None for is_fp8 in self._is_fp8]
+        sent = [
+            part if scale is None else self._encode(part.float() * scale, self._dtype)
+            for part, scale in zip(parts, scales, strict=True)
         ]
+        message = torch.cat([part.view(torch.uint8) for part in sent])
+        received = message.new_empty(n_ranks, len(message))
+        super().__call__(received.view(-1), message, group)
         targets = torch.split(output_tensor.view(n_ranks, -1), lengths, dim=1)
-        scale_of = iter(scales)
-        columns = torch.split(received, n_bytes, dim=1)
-        for target, column, is_fp8 in zip(targets, columns, self._is_fp8, strict=True):
+        columns = torch.split(received, [part.nbytes for part in sent], dim=1)
+        for target, column, scale in zip(targets, columns, scales, strict=True):
             values = column.contiguous()
-            if is_fp8:
-                target.copy_(values.view(self._dtype).float() / next(scale_of))
-            else:
+            if scale is None:
                 target.copy_(values.view(input_tensor.dtype))
-
-    def _made_fp8(self, parts: Sequence[Tensor], scales: Tensor) -> list[Tensor]:
-        scale_of = iter(scales)
-        return [
-            self._encode(part.float() * next(scale_of), self._dtype) if is_fp8 else part
-            for part, is_fp8 in zip(parts, self._is_fp8, strict=True)
-        ]
+            else:
+                target.copy_(values.view(self._dtype).float() / scale)
 
 
 class CodedReduceScatter(ReduceScatter):

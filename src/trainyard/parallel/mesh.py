@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib import import_module
-from typing import Any, Protocol, cast
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -125,51 +125,40 @@ def explain_device_errors(run: Run, plan: Plan, device: torch.device) -> Iterato
         ) from error
 
 
-class Clock(Protocol):
-    """Measures the time between two marks."""
-
-    def mark(self) -> Any:
-        """Notes the time."""
-
-    def seconds(self, start: Any, end: Any) -> float:
-        """Returns the time between two marks that have passed."""
-
-    def wait(self) -> None:
-        """Returns when all marks have passed."""
-
-
 class HostClock:
     """The clock of a CPU."""
 
-    def mark(self) -> float:
+    def mark(self) -> Any:
         """Notes the time."""
         return time.perf_counter()
 
-    def seconds(self, start: float, end: float) -> float:
-        """Returns the time between two marks."""
-        return end - start
+    def seconds(self, start: Any, end: Any) -> float:
+        """Returns the time between two marks that have passed."""
+        return float(end - start)
 
     def wait(self) -> None:
-        """Returns at once."""
+        """Returns when all marks have passed: at once."""
 
 
-class DeviceClock:
+class DeviceClock(HostClock):
     """Events between the kernels of a GPU's current stream."""
 
-    def mark(self) -> torch.cuda.Event:
+    def mark(self) -> Any:
         """Records when the kernels so far will be done."""
         event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
         event.record()
         return event
 
-    def seconds(self, start: torch.cuda.Event, end: torch.cuda.Event) -> float:
+    def seconds(self, start: Any, end: Any) -> float:
         """Returns the time between two events that have passed."""
-        milliseconds: float = start.elapsed_time(end)
-        return milliseconds / 1000
+        return float(start.elapsed_time(end)) / 1000
 
     def wait(self) -> None:
         """Returns when the device has nothing left to do."""
         torch.cuda.synchronize()
+
+
+Clock = HostClock
 
 
 def build_clock(device: torch.device) -> Clock:

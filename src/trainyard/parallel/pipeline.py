@@ -24,6 +24,12 @@ from trainyard.model.gpt import GPT
 from trainyard.model.linear import Layer, cast_once
 
 META = torch.device("meta")
+_SCHEDULES = {
+    "gpipe": pipelining.ScheduleGPipe,
+    "1f1b": pipelining.Schedule1F1B,
+    "interleaved": pipelining.ScheduleInterleaved1F1B,
+    "zero_bubble": pipelining.ScheduleInterleavedZeroBubble,
+}
 # Logs the whole schedule on every rank when an action fails.
 logging.getLogger("torch.distributed.pipelining.schedules").setLevel(logging.CRITICAL)
 
@@ -236,14 +242,10 @@ class Pipeline:
             stage.clear_runtime_states()
 
     def _build_schedule(self, n_micro_batches: int) -> Any:
-        options: dict[str, Any] = {"loss_fn": self._loss, "scale_grads": False}
-        if self._schedule == "gpipe":
-            return pipelining.ScheduleGPipe(self._stages[0], n_micro_batches, **options)
-        if self._schedule == "1f1b":
-            return pipelining.Schedule1F1B(self._stages[0], n_micro_batches, **options)
-        if self._schedule == "interleaved":
-            return pipelining.ScheduleInterleaved1F1B(self._stages, n_micro_batches, **options)
-        return pipelining.ScheduleInterleavedZeroBubble(self._stages, n_micro_batches, **options)
+        kind: Any = _SCHEDULES[self._schedule]
+        takes_several = issubclass(kind, schedules.PipelineScheduleMulti)
+        stages = self._stages if takes_several else self._stages[0]
+        return kind(stages, n_micro_batches, loss_fn=self._loss, scale_grads=False)
 
     def _loss(self, hidden: Tensor, labels: Tensor) -> Tensor:
         assert self._last is not None

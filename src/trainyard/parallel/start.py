@@ -128,9 +128,7 @@ class _Rendezvous:
         self._process = process
         self.timeout_seconds = timeout_seconds
         self._host = socket.gethostname()
-        self._listens_at = ""
-        store = self._open_store()
-        self.store = PrefixStore(f"attempt-{process.attempt}", store)
+        self.store = PrefixStore(f"attempt-{process.attempt}", self._open_store())
         self._deadline = time.monotonic() + timeout_seconds
 
     @property
@@ -172,7 +170,8 @@ class _Rendezvous:
         Returns:
             if another did, the true reason, or that it is unknown.
         """
-        own = self._describe(error)
+        place = {"rank": self._process.rank, "host": self._host}
+        own = place | _describe(error)
         has_lost_another = _is_lost_connection(error)
         first: dict[str, Any] | None = None
         try:
@@ -188,14 +187,6 @@ class _Rendezvous:
         # The parent process must not blame this rank.
         Heartbeat(self._process.heartbeat).blame(ANOTHER if first is None else first["rank"])
         return _describe_lost_rank(self._process) if first is None else _describe_failure(first)
-
-    def _describe(self, error: BaseException) -> dict[str, Any]:
-        place = {"rank": self._process.rank, "host": self._host}
-        if isinstance(error, UserError):
-            said = {"problem": error.problem, "hint": error.hint, "exit_code": error.exit_code}
-            return place | said
-        problem = f"{type(error).__name__}: {error}"
-        return place | {"problem": problem, "hint": "see the output of that rank", "exit_code": 1}
 
     def wait_for_all(self, key: str, seconds: float) -> None:
         """Waits until all ranks arrive or end, or the time runs out."""
@@ -243,18 +234,12 @@ class _Rendezvous:
         hosts = {rank: record["host"] for rank, record in records.items()}
         missing = [rank for rank in range(n_ranks) if rank not in records]
         if missing:
-            hint = "see the output of the missing ranks; all need the same address and port"
-            if self._listens_at.startswith("127.") and not self._process.is_on_one_machine:
-                hint = (
-                    f"rank 0 listens at {self._listens_at}, the address that "
-                    f"{self._process.address} resolves to; if other ranks are on other machines, "
-                    "set MASTER_ADDR to an address they can reach"
-                )
             return {
                 "problem": f"{name_ranks(missing)} of {n_ranks} did not join the rendezvous at "
                 f"{self.place} within {self.timeout_seconds:g} s; "
                 f"{name_ranks(list(hosts))} did, on {_name_hosts(list(hosts), hosts)}",
-                "hint": hint,
+                "hint": "see the output of the missing ranks; all need the same port, and an "
+                "address that every rank can reach",
             }
         facts = {rank: record["facts"] for rank, record in records.items()}
         names = list(dict.fromkeys(name for each in facts.values() for name in each))
@@ -282,10 +267,9 @@ class _Rendezvous:
         process = self._process
         if process.store_file is not None:
             return FileStore(str(process.store_file), process.n_ranks)
-        listener = None
-        if process.rank == 0 and not process.launcher_listens:
-            listener = self._listen()
-        else:
+        listens = process.rank == 0 and not process.launcher_listens
+        listener = self._listen() if listens else None
+        if listener is None:
             self._reach()
         return TCPStore(
             process.address,
@@ -301,7 +285,6 @@ class _Rendezvous:
         try:
             place = (self._process.address, self._process.port)
             family, *_, address = socket.getaddrinfo(*place, type=socket.SOCK_STREAM)[0]
-            self._listens_at = str(address[0])
             return socket.create_server(address[:2], family=family, backlog=2048)
         except OSError as error:
             raise LaunchError(
@@ -376,6 +359,13 @@ def _is_lost_connection(error: BaseException | None) -> bool:
     if isinstance(error, RuntimeError) and re.search(r"\bgloo/|\bNCCL\b", str(error)):
         return True
     return _is_lost_connection(error.__cause__ or error.__context__)
+
+
+def _describe(error: BaseException) -> dict[str, Any]:
+    if isinstance(error, UserError):
+        return {"problem": error.problem, "hint": error.hint, "exit_code": error.exit_code}
+    problem = f"{type(error).__name__}: {error}"
+    return {"problem": problem, "hint": "see the output of that rank", "exit_code": 1}
 
 
 def _describe_lost_rank(process: Process) -> LostRankError:

@@ -56,7 +56,24 @@ _MATMULS = {"add_product": 1, "product": 0, "addmm_": 1}
 """Matmuls that sum gradients (model/linear.py, loss.py), and the place of their first factor."""
 
 
-class Accounting(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class Observer(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Observes operations, except while it is paused."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.is_paused = False
+
+    @contextmanager
+    def pause(self) -> Iterator[None]:
+        """Ignores everything inside its block."""
+        was_paused, self.is_paused = self.is_paused, True
+        try:
+            yield
+        finally:
+            self.is_paused = was_paused
+
+
+class Accounting(Observer):
     """Accounts of one rank; active as a context manager, which may be re-entered.
 
     Attributes:
@@ -70,7 +87,7 @@ class Accounting(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """
 
     def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
+        super().__init__()
         self.moment = "start"
         self.counts_all_reduces = True
         self.live_bytes = 0
@@ -78,7 +95,6 @@ class Accounting(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.flops: Counter[str] = Counter()
         self.calls: Counter[tuple[str, str]] = Counter()
         self.message_bytes: Counter[tuple[str, str]] = Counter()
-        self._paused = 0
         self._live: dict[int, tuple[int, str]] = {}
         self._references: dict[int, weakref.ref[torch.UntypedStorage]] = {}
         self._initial: dict[int, tuple[int, str]] = {}
@@ -133,7 +149,7 @@ class Accounting(TorchDispatchMode):  # type: ignore[no-untyped-call]
             return NotImplemented  # called again with the inner tensors
         kwargs = kwargs or {}
         out = function(*args, **kwargs)
-        if self._paused:
+        if self.is_paused:
             return out
         name = function._opname
         for leaf in tree_leaves(out):
@@ -182,15 +198,6 @@ class Accounting(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """Records the new size of a known storage."""
         if storage._cdata in self._live:
             self._resize(storage._cdata, storage.size())
-
-    @contextmanager
-    def pause(self) -> Iterator[None]:
-        """Ignores everything inside its block."""
-        self._paused += 1
-        try:
-            yield
-        finally:
-            self._paused -= 1
 
 
 def count_flops(function: Any, args: Any, kwargs: Any, out: Any) -> int:

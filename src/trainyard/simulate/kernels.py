@@ -24,7 +24,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
 from trainyard.config.rules import change
@@ -32,7 +31,7 @@ from trainyard.config.run import Run
 from trainyard.launch.heartbeat import Heartbeat, Phase
 from trainyard.parallel.mesh import build_mesh
 from trainyard.parallel.model import ParallelModel
-from trainyard.simulate.accounting import ATTENTION, count_flops, replaced
+from trainyard.simulate.accounting import ATTENTION, Observer, count_flops, replaced
 from trainyard.simulate.fake_world import fake_tensors, fake_world
 from trainyard.simulate.simulation import (
     FEWEST_MICRO_BATCHES,
@@ -124,7 +123,7 @@ class _Phases(Heartbeat):
         self._counter.phase = phase
 
 
-class _KernelCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class _KernelCounter(Observer):  # type: ignore[no-untyped-call]
     """Observes operations outside compiled blocks; `_lowered_only` adds those inside.
 
     Attributes:
@@ -134,11 +133,10 @@ class _KernelCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """
 
     def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
+        super().__init__()
         self.kernels: Counter[Kernel] = Counter()
         self.phase = ""
         self.is_in_loss = False
-        self._is_paused = False
 
     @classmethod
     def is_infra_mode(cls) -> bool:
@@ -156,21 +154,12 @@ class _KernelCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 model.cross_entropy.register_forward_pre_hook(lambda *_: mark(True))
                 model.cross_entropy.register_forward_hook(lambda *_: mark(False))
 
-    @contextmanager
-    def pause(self) -> Iterator[None]:
-        """Ignores everything inside its block."""
-        was_paused, self._is_paused = self._is_paused, True
-        try:
-            yield
-        finally:
-            self._is_paused = was_paused
-
     def __torch_dispatch__(
         self, function: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
         kwargs = kwargs or {}
         out = function(*args, **kwargs)
-        is_counted = not self._is_paused and self.phase != "data"  # which the host prepares
+        is_counted = not self.is_paused and self.phase != "data"  # which the host prepares
         if is_counted and _launches(function):
             place = self.phase
             if self.is_in_loss:

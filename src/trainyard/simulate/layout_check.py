@@ -8,7 +8,6 @@ the precision of its name, and writes outcomes beside them. Everything runs on t
 
 from __future__ import annotations
 
-import argparse
 import itertools
 import logging
 import sys
@@ -171,9 +170,7 @@ def _outcome_path(path: Path, rank: int) -> Path:
 
 def main() -> None:
     """Runs one rank from the command line, for `check_layouts`."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("folder", type=Path)
-    folder: Path = parser.parse_args().folder
+    folder = Path(sys.argv[1])
     build_logger()
     process = read_process()
     runs = "".join(path.read_text() for path in sorted(folder.glob("*.toml")))

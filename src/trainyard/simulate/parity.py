@@ -25,7 +25,8 @@ from safetensors import safe_open
 from safetensors.numpy import save_file
 from torch import Tensor
 
-from trainyard.config.precisions import FORMATS, LossScale
+from trainyard.config.precisions import FORMATS
+from trainyard.config.rules import Changes, change
 from trainyard.config.run import Blend, Data, Run
 from trainyard.data.indexed import IndexedWriter
 from trainyard.data.loader import Loader, build_orders
@@ -178,10 +179,8 @@ class _GradientRecorder(Heartbeat):
 
 def _in_precision(run: Run, kind: str) -> Run:
     """Returns a run of another kind; if it computes in fp8, it does so in every block."""
-    fp8 = run.precision.fp8.model_copy(update={"emulate": True, "precise_blocks": 0})
-    scale = LossScale(initial=LOSS_SCALE)
-    changes = {"kind": kind, "fp8": fp8, "loss_scale": scale}
-    return run.model_copy(update={"precision": run.precision.model_copy(update=changes)})
+    fp8: Changes = {"precision.fp8.emulate": True, "precision.fp8.precise_blocks": 0}
+    return change(run, fp8 | {"precision.kind": kind, "precision.loss_scale.initial": LOSS_SCALE})
 
 
 @contextmanager

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -108,17 +108,13 @@ def cover_pairs(axes: Sequence[str]) -> list[tuple[str, ...]]:
     """Returns the fewest sets of three axes that cover every pair; few axes are one set."""
     if len(axes) <= MOST_AXES:
         return [tuple(axes)]
-    wanted = set(itertools.combinations(axes, 2))
+    wanted = [set(pair) for pair in itertools.combinations(axes, 2)]
     candidates = list(itertools.combinations(axes, MOST_AXES))
     for n_sets in range(2, len(candidates) + 1):
         for chosen in itertools.combinations(candidates, n_sets):
-            if wanted <= set(_pairs(chosen)):
+            if all(any(pair <= set(each) for each in chosen) for pair in wanted):
                 return list(chosen)
     raise AssertionError("all sets together have every pair")
-
-
-def _pairs(sets: Iterable[tuple[str, ...]]) -> Iterable[tuple[str, ...]]:
-    return itertools.chain.from_iterable(itertools.combinations(each, 2) for each in sets)
 
 
 def _has_ring(run: Run) -> bool:
@@ -218,9 +214,6 @@ def _changes(run: Run, small: Run) -> dict[str, str]:
         section, _, name = field.partition(".")
         old, new = field_value(run, field), field_value(small, field)
         if section in ("model", "train", "optimizer", "schedule") and old != new:
-            changes.setdefault(section, []).append(f"{name} {_text(old)} -> {_text(new)}")
+            texts = [f"{x:,}" if isinstance(x, int) else str(x) for x in (old, new)]
+            changes.setdefault(section, []).append(f"{name} {' -> '.join(texts)}")
     return {section: ", ".join(texts) for section, texts in changes.items()}
-
-
-def _text(value: Any) -> str:
-    return f"{value:,}" if isinstance(value, int) else str(value)
