@@ -59,11 +59,6 @@ def test_order_sizes_follow_megatron() -> None:
     assert plan.order_sequences == (400, (50 // 20 + 1) * 3 * 8, 3 * 8)
 
 
-def test_a_ramp_shorter_than_a_sequence_is_none() -> None:
-    batches = with_ramp("63 tokens")
-    assert (batches.batch_size(0), batches.consumed(1)) == (8, 8)
-
-
 @given(start=st.integers(1, 40), increment=st.integers(1, 40), n_increments=st.integers(0, 12))
 def test_sizes_a_batch_grows_through(start: int, increment: int, n_increments: int) -> None:
     full = start + increment * n_increments

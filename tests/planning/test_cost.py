@@ -71,13 +71,6 @@ def test_a_ramp_is_the_sum_of_its_steps() -> None:
     assert found == pytest.approx(expected, rel=1e-6)
 
 
-def test_evaluation_is_forward_passes() -> None:
-    run, plan, _, time = planned("evaluate.interval=100", "evaluate.batches=10")
-    even = replace(time, stage_seconds=((1.0, 2.0),), parts={"optimizer": 0.0})
-    cost = run_cost(run, plan, AZURE, even)
-    assert cost.evaluation_seconds == pytest.approx(16 * 10 * time.seconds / 3)
-
-
 @pytest.mark.parametrize(
     ("n_steps", "data", "n_evaluations"),
     [
@@ -88,7 +81,7 @@ def test_evaluation_is_forward_passes() -> None:
         (40, ["data.train.prefixes=['a']", "data.test.prefixes=['b']"], 1),
     ],
 )
-def test_evaluations_of_each_split_are_counted(
+def test_evaluations_of_each_split_are_forward_passes(
     n_steps: int, data: list[str], n_evaluations: int
 ) -> None:
     length = f"train.length='{n_steps} steps'"

@@ -5,7 +5,6 @@ from pathlib import Path
 import pytest
 
 from trainyard.config.devices import (
-    DEVICES,
     cpu_multiplies_bf16_natively,
     find_device,
     is_amd_with_avx512,
@@ -48,77 +47,41 @@ def test_devices_are_found_by_torchs_name(
 @pytest.mark.parametrize(
     "name",
     [
-        "NVIDIA H100 PCIe",
-        "NVIDIA H200 NVL",
-        "NVIDIA L40",
-        "NVIDIA GeForce RTX 4090 Laptop GPU",
-        "NVIDIA GB200",
-        "NVIDIA GH200 480GB",
-        "NVIDIA A100-PCIE-40GB",
-        "",
-        "x",
+        *(
+            "NVIDIA H100 PCIe",
+            "NVIDIA H200 NVL",
+            "NVIDIA L40",
+            "NVIDIA GeForce RTX 4090 Laptop GPU",
+        ),
+        *("NVIDIA GB200", "NVIDIA GH200 480GB", "NVIDIA A100-PCIE-40GB", "", "x"),
     ],
 )
 def test_other_devices_have_no_peak_to_be_measured_against(name: str) -> None:
     assert find_device(name) is None
 
 
-def test_peaks_by_precision() -> None:
-    h200 = find_device("NVIDIA H200")
-    a100 = find_device("NVIDIA A100-SXM4-80GB")
-    assert h200 is not None
-    assert a100 is not None
-    assert h200.peak_flops_per_second("fp8") == 1979e12
-    assert h200.peak_flops_per_second("fp8_lowbit") == 1979e12
-    assert h200.memory_bytes == 141 * 2**30
-    assert a100.peak_flops_per_second("fp8") is None
-
-
-def test_names_are_unique() -> None:
-    assert len({device.name for device in DEVICES}) == len(DEVICES)
-
-
 @pytest.mark.parametrize(
-    ("text", "native"),
+    ("flags", "has_bf16", "is_of_amd", "has_avx512"),
     [
-        ("processor : 0\nflags\t\t: fpu avx512f avx512_bf16\n", True),
-        ("flags : fpu amx_tile amx_bf16\n", True),
-        ("processor\t: 0\nFeatures\t: fp asimd bf16 i8mm\n", True),
-        ("flags : fpu avx2 avx512f\n", False),
-        ("model name : bf16 in its name\nflags : fpu\n", False),
-        ("", False),
+        ("processor : 0\nflags\t\t: fpu avx512f avx512_bf16\n", True, False, False),
+        ("flags : fpu amx_tile amx_bf16\n", True, False, False),
+        ("processor\t: 0\nFeatures\t: fp asimd bf16 i8mm\n", True, False, False),
+        ("model name : bf16 in its name\nflags : fpu\n", False, False, False),
+        ("processor : 0\nvendor_id\t: AuthenticAMD\nflags : fpu avx2\n", False, True, False),
+        ("vendor_id\t: AuthenticAMD\nflags\t\t: fpu avx2 avx512f\n", False, True, True),
+        ("vendor_id : GenuineIntel\nmodel name : AuthenticAMD\nflags : avx512f\n", *3 * [False]),
+        ("", False, False, False),
+        (None, False, False, False),
     ],
 )
-def test_native_bf16_is_read_from_the_flags(tmp_path: Path, text: str, native: bool) -> None:
-    cpu_info = tmp_path / "cpuinfo"
-    cpu_info.write_text(text)
-    assert cpu_multiplies_bf16_natively(cpu_info) is native
-    assert cpu_multiplies_bf16_natively(tmp_path / "missing") is False
-
-
-@pytest.mark.parametrize(
-    ("text", "is_of_amd", "has_avx512"),
-    [
-        ("processor : 0\nvendor_id\t: AuthenticAMD\nflags : fpu avx2\n", True, False),
-        ("vendor_id\t: AuthenticAMD\nflags\t\t: fpu avx2 avx512f\n", True, True),
-        (
-            "vendor_id\t: GenuineIntel\nmodel name : not AuthenticAMD\nflags : avx512f\n",
-            False,
-            False,
-        ),
-        ("processor\t: 0\nFeatures\t: fp asimd\n", False, False),
-        ("", False, False),
-    ],
-)
-def test_the_maker_of_the_processor(
-    tmp_path: Path, text: str, is_of_amd: bool, has_avx512: bool
+def test_the_processor_is_read_from_its_flags(
+    tmp_path: Path, flags: str | None, has_bf16: bool, is_of_amd: bool, has_avx512: bool
 ) -> None:
-    cpu_info = tmp_path / "cpuinfo"
-    cpu_info.write_text(text)
-    assert is_cpu_of_amd(cpu_info) is is_of_amd
-    assert is_amd_with_avx512(cpu_info) is has_avx512
-    assert is_amd_with_avx512(tmp_path / "missing") is False
-    assert is_cpu_of_amd(tmp_path / "missing") is False
+    path = tmp_path / "cpuinfo"
+    if flags is not None:
+        path.write_text(flags)
+    assert cpu_multiplies_bf16_natively(path) is has_bf16
+    assert (is_cpu_of_amd(path), is_amd_with_avx512(path)) == (is_of_amd, has_avx512)
 
 
 def test_efficiencies_of_other_devices_say_that_they_are_assumed() -> None:
@@ -130,9 +93,6 @@ def test_efficiencies_of_other_devices_say_that_they_are_assumed() -> None:
     assert transfer_efficiencies(h100).sources["matmul_share"].startswith("fastest matmul")
     assert transfer_efficiencies(h100).sources["memory_share"].startswith("assumed")
     assert transfer_efficiencies(gcd).sources["matmul_share"].startswith("assumed")
-
-
-def test_efficiencies_of_the_a100_are_the_fitted_ones() -> None:
     a100 = find_device("NVIDIA A100-SXM4-80GB")
     assert a100 is not None
     assert transfer_efficiencies(a100) == A100_EFFICIENCIES

@@ -130,8 +130,3 @@ def test_the_least_of_what_a_machine_and_a_job_have(tmp_path: Path) -> None:
     assert free_memory_bytes(tmp_path) == 1_000_000
     (tmp_path / "sys/fs/cgroup/memory.max").write_text("500000\n")
     assert free_memory_bytes(tmp_path) == 500_000
-
-
-def test_a_gpu_has_what_its_driver_leaves() -> None:
-    assert room.gpu_bytes("NVIDIA A100-SXM4-80GB") == int(0.98 * 80 * 2**30)
-    assert room.gpu_bytes("some other") is None

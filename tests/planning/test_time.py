@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import itertools
 import json
 import math
 import subprocess
@@ -22,7 +21,6 @@ from trainyard.planning.time import PARTS, StepTime, step_time
 from trainyard.planning.work import count_work, own_program
 
 H100 = find_machine("azure-ndv5")
-LOW = "fp8_lowbit"
 ROOT = Path(__file__).parents[2]
 OURS = own_program(load_run("gpt3-13b").run.model, "tensorwise", is_compiled=True)
 
@@ -62,30 +60,6 @@ def test_products_follow_from_peak_and_memory_alone() -> None:
     n_bytes = 3 * 2 * sum(T * a + a * b + T * b for a, b in sides)
     expected = 256 / 8 * (flops / 989e12 + n_bytes / 3.35e12)
     assert parts["matmuls"] == pytest.approx(expected, rel=1e-9)
-
-
-def test_more_devices_take_less_time_each_a_little_less_well() -> None:
-    times = [step(n_ranks=n_ranks).seconds for n_ranks in (8, 16, 32, 64)]
-    assert all(1.6 < a / b <= 2.001 for a, b in itertools.pairwise(times))
-
-
-def test_small_matrices_are_slow() -> None:
-    small = step("train.micro_batch_size=1", "parallel.tensor=8", "model.sequence_length=512")
-    large = step("train.micro_batch_size=8", "parallel.tensor=8", "model.sequence_length=512")
-    assert small.parts["matmuls"] > 1.2 * large.parts["matmuls"]
-
-
-def test_recomputing_costs_a_third_of_the_products_of_blocks_but_the_last() -> None:
-    none, block = (step(f"parallel.recompute={kind}") for kind in ("none", "block"))
-    assert block.parts["matmuls"] / none.parts["matmuls"] == pytest.approx(1 + 8 / 36, abs=0.02)
-    attention = step("parallel.recompute=attention")
-    assert none.seconds < attention.seconds < block.seconds
-
-
-def test_tensor_ranks_on_two_nodes_are_slow() -> None:
-    inside = step("parallel.tensor=8", n_ranks=16)
-    across = step("parallel.tensor=8", n_ranks=16, machine=replace(H100, devices_per_node=4))
-    assert across.parts["tensor"] > 1.3 * inside.parts["tensor"]
 
 
 def test_all_network_devices_of_a_node_serve_a_ring_through_it() -> None:
@@ -132,15 +106,6 @@ def test_the_slowest_stage_sets_the_pace() -> None:
     assert uneven.seconds / even.seconds == pytest.approx(11 / 10, rel=0.01)
 
 
-def test_fp8_makes_only_the_products_of_blocks_fast() -> None:
-    bf16, fp8 = (step(f"precision.kind={kind}") for kind in ("bf16", "fp8"))
-    assert bf16.seconds / 2 < fp8.seconds < bf16.seconds
-    assert fp8.parts["attention"] == bf16.parts["attention"]
-    head = "model.vocabulary_size=400000"
-    gain = step(head).parts["matmuls"] / step(head, "precision.kind=fp8").parts["matmuls"]
-    assert gain < bf16.parts["matmuls"] / fp8.parts["matmuls"]
-
-
 def test_muon_multiplies_and_exchanges_in_the_update() -> None:
     adamw, muon = (step(f"optimizer.kind={kind}", n_ranks=8) for kind in ("adamw", "muon"))
     assert {**adamw.parts, "optimizer": 0} == {**muon.parts, "optimizer": 0}
@@ -155,23 +120,25 @@ def test_muon_multiplies_and_exchanges_in_the_update() -> None:
     assert muon.parts["optimizer"] < alone / 4  # ranks share the matrices
 
 
-def test_attention_is_priced_by_its_kernel() -> None:
+@pytest.mark.parametrize(
+    ("change", "gpu", "speed"),
+    [
+        ("model.dropout=0", "h100", CUDNN_SPEED),
+        ("model.dropout=0", "a100-80g", 1),
+        ("model.dropout=0.1", "h100", 1),
+        ("train.deterministic=true", "h100", 1),
+        ("model.sequence_length=2112", "h100", 1),
+        ("model.attention_within_documents=true", "h100", 1),
+    ],
+)
+def test_attention_is_priced_by_its_kernel(change: str, gpu: str, speed: float) -> None:
     """cuDNN's is faster where a run takes it."""
-    free = "model.dropout=0"
-    flash, cudnn = (step(free, f"kernels.attention={name}") for name in ("flash", "auto"))
-    speed = flash.parts["attention"] / cudnn.parts["attention"]
-    assert speed == pytest.approx(CUDNN_SPEED)
-    for change in (
-        "model.dropout=0.1",
-        "train.deterministic=true",
-        "model.sequence_length=2112",
-        "model.attention_within_documents=true",
-    ):
-        auto, same = (step(free, change, f"kernels.attention={n}") for n in ("auto", "flash"))
-        assert auto.parts["attention"] == same.parts["attention"], change
-    a100 = find_machine(gpu="a100-80g")
-    auto, same = (step(free, f"kernels.attention={n}", machine=a100) for n in ("auto", "flash"))
-    assert auto.parts["attention"] == same.parts["attention"]
+    machine = find_machine(gpu=gpu)
+    flash, auto = (
+        step("model.dropout=0", change, f"kernels.attention={name}", machine=machine)
+        for name in ("flash", "auto")
+    )
+    assert flash.parts["attention"] / auto.parts["attention"] == pytest.approx(speed)
 
 
 def test_data_ranks_hide_behind_computation() -> None:
@@ -185,36 +152,19 @@ def test_data_ranks_hide_behind_computation() -> None:
     assert step_time(run, plan, slow).parts["data"] > 1
 
 
-def test_tiny_models_wait_for_the_host() -> None:
-    tiny = step("train.micro_batch_size=1", preset="gpt3-125m", n_ranks=8)
-    assert tiny.parts["overhead"] > 0.1 * tiny.seconds
-    assert step(preset="gpt3-13b").parts["overhead"] < 0.01
-
-
-@pytest.mark.parametrize(
-    ("method", "n_ranks"), [("ulysses", 16), ("ring", 16), ("ulysses", 8), ("ring", 8)]
-)
-def test_context_ranks_share_attention(method: str, n_ranks: int) -> None:
+@pytest.mark.parametrize("method", ["ulysses", "ring"])
+def test_context_ranks_share_attention(method: str) -> None:
     changes = ("model.sequence_length=16384", "model.dropout=0.0", "kernels.attention=flash")
     alone = step(*changes, n_ranks=8)
-    shared = step(
-        *changes,
-        "parallel.context=2",
-        f"parallel.context_method={method}",
-        n_ranks=n_ranks,
-    )
+    context = ("parallel.context=2", f"parallel.context_method={method}")
+    shared = step(*changes, *context, n_ranks=16)
     assert shared.parts["context"] > 0
-    assert shared.parts["attention"] == pytest.approx(alone.parts["attention"] * 8 / n_ranks)
+    assert shared.parts["attention"] == pytest.approx(alone.parts["attention"] / 2)
 
 
 @pytest.mark.parametrize(
     ("gpu", "kind", "known"),
-    [
-        ("a100-80g", "fp8", "fp32, fp16, bf16"),
-        ("rtx-a6000", "fp8", "fp32, fp16, bf16"),
-        ("v100-32g", "bf16", "fp32, fp16"),
-        ("t4", "bf16", "fp32, fp16"),
-    ],
+    [("a100-80g", "fp8", "fp32, fp16, bf16"), ("t4", "bf16", "fp32, fp16")],
 )
 def test_a_precision_the_device_does_not_have(gpu: str, kind: str, known: str) -> None:
     with pytest.raises(MachineError, match=f"has no known peak for {kind} matmuls") as caught:
@@ -249,16 +199,6 @@ def test_the_175b_benchmark_on_64_gpus_is_near_its_published_time() -> None:
     assert found.seconds == pytest.approx(316, rel=0.2)
 
 
-def test_a_run_that_is_not_compiled_moves_more_bytes_and_starts_more_kernels() -> None:
-    compiled, plain = (
-        step(f"train.compile={when}", "model.dropout=0.1", preset="gpt3-125m")
-        for when in ("gpu", "never")
-    )
-    for part in ("memory-bound", "overhead"):
-        assert plain.parts[part] > 1.2 * compiled.parts[part]
-    assert plain.parts["matmuls"] == compiled.parts["matmuls"]
-
-
 @pytest.mark.parametrize("how", ["compiled", "eager"])
 @pytest.mark.parametrize("dropout", [0.0, 0.1])
 def test_kernels_are_those_that_a_cuda_build_launches(how: str, dropout: float) -> None:
@@ -278,39 +218,12 @@ def test_kernels_are_those_that_a_cuda_build_launches(how: str, dropout: float) 
     assert 12 * program.matrix_kernels == pytest.approx(low - fp8, rel=0.03)
 
 
-def test_launches_make_low_bits_slow_for_small_models_alone() -> None:
-    """MS-AMP's own 345M takes 123 ms for these sequences; its guide warns of small models."""
-    small, large = (
-        {kind: step(f"precision.kind={kind}", *sizes, preset=preset) for kind in ("fp8", LOW)}
-        for preset, sizes in (
-            ("msamp-345m", ["train.global_batch_size=64", "train.micro_batch_size=8"]),
-            ("gpt3-6.7b", []),
-        )
-    )
-    assert small[LOW].seconds > 2 * small["fp8"].seconds
-    assert small[LOW].parts["optimizer"] > 10 * small["fp8"].parts["optimizer"]
-    assert small[LOW].seconds == pytest.approx(0.123, rel=0.1)
-    assert large[LOW].seconds == pytest.approx(large["fp8"].seconds, rel=0.05)
-
-
 def test_published_steps_of_fsdp_are_predicted_as_well_as_the_documentation_says() -> None:
     found = judge_composer(COMPOSER)
     assert {table: figures["rows"] for table, figures in found.items()} == {
         "h100": 70, "a100-80g": 61, "a100-40g": 78,
     }  # fmt: skip
     assert all(figures["mean_absolute_error"] < 0.045 for figures in found.values())
-
-
-def test_what_a_step_reaches_is_less_than_a_lone_product() -> None:
-    """The doctor expects of a lone product what it was measured at; a plan does not."""
-    h100 = find_machine(gpu="h100")
-    run = run_of()
-    plan = resolve(run, 8)
-    sustained = step_time(run, plan, h100).parts
-    cold = step_time(run, plan, with_shares(h100, sustained_share=1.0)).parts
-    assert sustained["matmuls"] > 1.05 * cold["matmuls"]
-    assert sustained["attention"] == pytest.approx(cold["attention"] / 0.9)
-    assert h100.efficiencies.matmul_share == 0.80
 
 
 def test_measured_steps_are_predicted_as_well_as_the_documentation_says(shared_data: Path) -> None:

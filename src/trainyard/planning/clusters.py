@@ -3,7 +3,7 @@
 The figures at the top of a cluster file (`config/cluster.py`) are for plans:
 
     description = "Twelve nodes in the basement"
-    gpu = "a100-80g"                      # a name of NODES
+    gpu = "a100-80g"                      # a name in config/nodes.toml
     devices_per_node = 4
     network_gigabytes_per_second = 2.5    # per device, one direction
 
@@ -22,7 +22,9 @@ A profile measured on the machine goes into [efficiencies], with the fields of
 from __future__ import annotations
 
 import re
+import tomllib
 from dataclasses import dataclass, replace
+from importlib import resources
 from typing import Any
 
 from trainyard.config.cluster import Cluster, read_cluster, suggest
@@ -44,29 +46,10 @@ class Node:
     """Per device, one direction."""
 
 
-# DGX and HGX nodes with InfiniBand: EDR for V100, HDR for A100, NDR for the later ones, a network
-# device per GPU (V100: per two). MI250X: as in LUMI and Frontier. T4, L4, L40S, A10G: as in the
-# largest nodes of AWS (g4dn, g6, g6e, g5). RTX and user-described GPUs: assumed, 100 Gbit/s per
-# node.
+_FILE = resources.files("trainyard.config") / "nodes.toml"
 NODES = {
-    "v100-16g": Node("V100 16GB", 8, 6.25),
-    "v100-32g": Node("V100 32GB", 8, 6.25),
-    "a100-40g": Node("A100 40GB", 8, 25),
-    "a100-80g": Node("A100 80GB", 8, 25),
-    "h100": Node("H100", 8, 50),
-    "h100-80g": Node("H100", 8, 50),
-    "h200": Node("H200", 8, 50),
-    "b200": Node("B200", 8, 50),
-    "mi250x-gcd": Node("MI250X GCD", 8, 12.5),
-    "mi300x": Node("MI300X", 8, 50),
-    "t4": Node("T4", 8, 1.5625),
-    "l4": Node("L4", 8, 1.5625),
-    "l40s": Node("L40S", 8, 6.25),
-    "a10g": Node("A10G", 8, 1.5625),
-    "rtx-a6000": Node("RTX A6000", 8, 1.5625),
-    "rtx-4090": Node("RTX 4090", 8, 1.5625),
-    "rtx-5090": Node("RTX 5090", 8, 1.5625),
-    "cpu": Node("CPU", 4, 0.1),
+    name: Node(**figures)
+    for name, figures in tomllib.loads(_FILE.read_text(encoding="utf-8")).items()
 }
 OWN_FIGURES = ("memory_gigabytes", "memory_gigabytes_per_second", "peaks_teraflops")
 """Fields of a cluster file for a GPU that is not in NODES."""

@@ -92,13 +92,7 @@ def run_cost(
     copy = saving.host_bytes(run, plan) / HOST_COPY_BYTES_PER_SECOND
     n_bytes = checkpoint_bytes(run, plan.n_parameters)
     savings = tuple(
-        _saving(
-            n_bytes / speed,
-            copy if run.checkpoint.background else None,
-            interval,
-            between,
-            speed,
-        )
+        _saving(speed, n_bytes, copy if run.checkpoint.background else None, interval, between)
         for speed in storage
     )
     stall = savings[0].stall_seconds
@@ -165,19 +159,16 @@ def _n_evaluations(run: Run, plan: Plan) -> int:
 
 
 def _saving(
-    write: float,
-    copy: float | None,
-    interval: float,
-    between_failures: float,
-    bytes_per_second: float,
+    bytes_per_second: float, n_bytes: int, copy: float | None, interval: float, between: float
 ) -> Saving:
     """Evaluates one file system; `copy` is the stall of a background save, or None."""
+    write = n_bytes / bytes_per_second
     if copy is None:
-        best = saving.suggest_interval(write, between_failures)
+        best = saving.suggest_interval(write, between)
         return Saving(bytes_per_second, write, write, best)
     # One save at a time: the next waits until the previous one is written.
     stall = copy + max(0.0, write - interval)
-    best = max(write, saving.suggest_interval(copy, between_failures))
+    best = max(write, saving.suggest_interval(copy, between))
     return Saving(bytes_per_second, write, stall, best)
 
 
@@ -202,17 +193,15 @@ def corpora_use(run: Run, plan: Plan, sizes: Mapping[str, int]) -> list[CorpusUs
         sizes: tokens by prefix, of existing token files.
     """
     blend, train_share = training_blend(run)
-    weights: list[float] | None = list(blend.weights)
-    if not weights:
-        known = [sizes[prefix] for prefix in blend.prefixes if prefix in sizes]
-        weights = [float(size) for size in known] if len(known) == len(blend.prefixes) else None
-    found = []
+    weights = list(blend.weights)
+    if not weights and all(prefix in sizes for prefix in blend.prefixes):
+        weights = [float(sizes[prefix]) for prefix in blend.prefixes]
+    total, found = sum(weights), []
     for number, prefix in enumerate(blend.prefixes):
-        size = sizes.get(prefix)
-        total = sum(weights) if weights else 0.0
-        share = weights[number] / total if weights and total else None
-        is_known = size and share is not None and train_share
-        epochs = plan.n_tokens * share / (size * train_share) if is_known else None  # type: ignore[operator]
+        size, epochs = sizes.get(prefix), None
+        share = weights[number] / total if total else None
+        if size and share is not None and train_share:
+            epochs = plan.n_tokens * share / (size * train_share)
         found.append(CorpusUse(prefix, size, share, epochs))
     return found
 

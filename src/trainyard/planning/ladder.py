@@ -10,6 +10,7 @@ the fastest layout that fits, for the whole run with evaluation, saves and failu
 
 from __future__ import annotations
 
+import bisect
 import itertools
 import math
 from collections.abc import Iterator
@@ -112,14 +113,14 @@ def largest_model(
         it and the next size, which does not; if none does, only the smallest.
     """
     tried: dict[int, TrainingEstimate] = {}
-    low, high = -1, len(LARGE_SHAPES)
-    while high - low > 1:
-        middle = (low + high) // 2
-        shaped = shape_run(run, LARGE_SHAPES[middle], keeps_length=keeps_length)
-        tried[middle] = estimator.estimate(shaped, n_devices)
-        is_in_time = tried[middle].seconds <= seconds
-        low, high = (middle, high) if is_in_time else (low, middle)
-    return [tried[number] for number in (low, high) if number in tried]
+
+    def seconds_of(number: int) -> float:
+        shaped = shape_run(run, LARGE_SHAPES[number], keeps_length=keeps_length)
+        tried[number] = estimator.estimate(shaped, n_devices)
+        return tried[number].seconds
+
+    late = bisect.bisect_right(range(len(LARGE_SHAPES)), seconds, key=seconds_of)
+    return [tried[number] for number in (late - 1, late) if number in tried]
 
 
 def shape_run(run: Run, shape: tuple[int, int], *, keeps_length: bool) -> Run:

@@ -54,17 +54,11 @@ SURE_SHARE = 0.9
 SPARING: rules.Changes = {"zero_stage": 3, "data_replicate": 1, "recompute": "block"}
 """The variant of a shape with least memory."""
 FIELDS = (
-    "parallel.tensor",
-    "parallel.sequence",
-    "parallel.pipeline",
-    "parallel.chunks",
-    "parallel.schedule",
-    "parallel.context",
-    "parallel.context_method",
-    "parallel.zero_stage",
-    "parallel.data_replicate",
-    "parallel.recompute",
-    "train.micro_batch_size",
+    *("parallel.tensor", "parallel.sequence"),
+    *("parallel.pipeline", "parallel.chunks", "parallel.schedule"),
+    *("parallel.context", "parallel.context_method"),
+    *("parallel.zero_stage", "parallel.data_replicate"),
+    *("parallel.recompute", "train.micro_batch_size"),
 )
 """Fields that a search sets."""
 SAVINGS: tuple[rules.Fix, ...] = (

@@ -8,16 +8,18 @@ For one micro batch of n tokens, a block of width D and MLP width F on t tensor 
                 of times; GELU and head transposes those inside the layers, n x (F + 3D)/t
 
 The number of reads, writes and kernels depends on the training program. `own_program` describes
-this one, from a table by parts of a model; a test compares it with the kernels that
-`simulate/kernels.py` counts. benchmarks/planning_tables.py describes others.
+this one, from a table by parts of a model (`config/kernels.toml`); a test compares it with the
+kernels that `simulate/kernels.py` counts. benchmarks/planning_tables.py describes others.
 """
 
 from __future__ import annotations
 
+import tomllib
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cache
-from typing import Literal
+from importlib import resources
+from typing import Any, Literal
 
 from trainyard.architecture import (
     LayerSpec,
@@ -107,64 +109,29 @@ class Program:
     """Speed of its fused attention relative to flash; None: of the kernel that a run takes."""
 
 
-@dataclass(frozen=True)
-class _Part:
-    """What a part of a model adds: values moved, and kernels, of a pass through a block."""
-
-    stream: Passes = (0, 0)
-    heads: Passes = (0, 0)
-    mlp: Passes = (0, 0)
-    kernels: Passes = (0, 0)
-
-
-# Compiled, by Inductor of torch 2.13 on a GPU. A norm reads the stream and writes its result; with
-# a residual sum before it, it reads the two addends. Biases are sums over tokens. Heads are views,
-# but for rotations, and for their gradients, which are written into one matrix.
-_MATMULS = _Part(kernels=(4, 8))
-_ATTENTION = _Part(kernels=(1, 2))
-_NORMS = _Part(stream=(9, 13), kernels=(3, 3))
-_BIASES = _Part(stream=(0, 2), heads=(0, 1), mlp=(0, 1), kernels=(0, 4))
-_POSITIONS = {
-    "learned": _Part(heads=(0, 2), kernels=(0, 3)),
-    "rotary": _Part(heads=(2.7, 2), kernels=(3, 3)),
-}
-_MLPS = {
-    "gelu": _Part(mlp=(2, 3), kernels=(1, 1)),
-    "swiglu": _Part(mlp=(1.5, 2.6), kernels=(1, 2)),
-}
-_DROPOUT = _Part(stream=(4.5, 6), kernels=(0, 2))
-# A factor is read for its scale, then read and cast, for products with its rows and with its
-# columns; Inductor computes each time what made it.
-_FP8_KERNELS: dict[Scaling, Passes] = {"tensorwise": (20, 28), "rowwise": (6, 25)}
-_FP8_CAST_BYTES = {
-    "tensorwise": {"gelu": 7.5, "swiglu": 6.2},
-    "rowwise": {"gelu": 5.2, "swiglu": 3.6},
-}
+_FILE = resources.files("trainyard.config") / "kernels.toml"
+_TABLE: dict[str, dict[str, dict[str, Any]]] = tomllib.loads(_FILE.read_text(encoding="utf-8"))
 _FP8_WEIGHT_BYTES = 2.6
-# Embedding and final norm, not compiled: bytes for each value of the stream, and kernels.
-_REST: dict[str, tuple[Passes, Passes]] = {
-    "layer": ((27, 21), (11, 13)),
-    "rms": ((54, 72), (17, 20)),
-    "dropout": ((60, 50), (45, 11)),
-}
 _VALUE_BYTES = 2
 
 
 @cache
 def own_program(model: Model, scaling: Scaling, *, is_compiled: bool) -> Program:
     """Describes this program; where blocks are not compiled, bytes are estimates."""
-    parts = [_MATMULS, _ATTENTION, _NORMS, _POSITIONS[model.positions], _MLPS[model.mlp]]
-    parts += [_BIASES] * model.bias + [_DROPOUT] * (model.dropout > 0)
-    rest = [_REST[model.norm]] + [_REST["dropout"]] * (model.dropout > 0)
+    optional = ["bias"] * model.bias, ["dropout"] * (model.dropout > 0)
+    names = ["matmuls", "attention", "norms", model.positions, model.mlp, *optional[0]]
+    block = [_TABLE["block"][name] for name in names + optional[1]]
+    rest = [_TABLE["rest"][name] for name in [model.norm, *optional[1]]]
+    fp8 = _TABLE["fp8"][scaling]
     program = Program(
-        stream_bytes=_sum([part.stream for part in parts], _VALUE_BYTES),
-        heads_bytes=_sum([part.heads for part in parts], _VALUE_BYTES),
-        mlp_bytes=_sum([part.mlp for part in parts], _VALUE_BYTES),
-        rest_bytes=_sum([n_bytes for n_bytes, _ in rest]),
-        cast_bytes=(_FP8_CAST_BYTES[scaling][model.mlp], _FP8_WEIGHT_BYTES),
-        block_kernels=_sum([part.kernels for part in parts]),
-        fp8_kernels=_FP8_KERNELS[scaling],
-        rest_kernels=_sum([kernels for _, kernels in rest]),
+        stream_bytes=_sum(block, "stream", _VALUE_BYTES),
+        heads_bytes=_sum(block, "heads", _VALUE_BYTES),
+        mlp_bytes=_sum(block, "mlp", _VALUE_BYTES),
+        rest_bytes=_sum(rest, "stream"),
+        cast_bytes=(fp8[model.mlp], _FP8_WEIGHT_BYTES),
+        block_kernels=_sum(block, "kernels"),
+        fp8_kernels=_sum([fp8], "kernels"),
+        rest_kernels=_sum(rest, "kernels"),
     )
     if is_compiled:
         return program
@@ -187,8 +154,10 @@ def twice(forward: float) -> Passes:
     return forward, 2 * forward
 
 
-def _sum(passes: list[Passes], factor: float = 1) -> Passes:
-    forward, backward = (factor * sum(each) for each in zip(*passes, strict=True))
+def _sum(parts: list[dict[str, Any]], figure: str, factor: float = 1) -> Passes:
+    """Adds up a figure of parts of the table."""
+    figures = [part.get(figure, (0, 0)) for part in parts]
+    forward, backward = (factor * sum(each) for each in zip(*figures, strict=True))
     return forward, backward
 
 
