@@ -293,7 +293,8 @@ def test_every_named_change_works(values: dict[str, Any]) -> None:
 
 
 NEAREST = "nearest that works: "
-INTERLEAVED = "model.n_layers=8 parallel.pipeline=4 parallel.chunks=2 parallel.schedule=interleaved"
+SPLIT = "model.n_layers=8, parallel.pipeline=4, parallel.chunks=2"
+INTERLEAVED = f"{SPLIT}, parallel.schedule=interleaved"
 
 
 @pytest.mark.parametrize(
@@ -301,7 +302,7 @@ INTERLEAVED = "model.n_layers=8 parallel.pipeline=4 parallel.chunks=2 parallel.s
     [
         (
             6,
-            "parallel.tensor=2 parallel.pipeline=2",
+            "parallel.tensor=2, parallel.pipeline=2",
             "6 ranks cannot be divided by parallel.tensor=2 x parallel.pipeline=2 x "
             "parallel.context=1",
             "4 ranks",
@@ -316,7 +317,7 @@ INTERLEAVED = "model.n_layers=8 parallel.pipeline=4 parallel.chunks=2 parallel.s
         ),
         (
             4,
-            "train.batch_ramp={start=2,increment=3,length='99sequences'}",
+            "train.batch_ramp={start=2,increment=3,length='99 sequences'}",
             "train.batch_ramp.start=2 .*\ntrain.batch_ramp.increment=3 ",
             "1 rank, or train.batch_ramp=none",
         ),
@@ -336,7 +337,7 @@ INTERLEAVED = "model.n_layers=8 parallel.pipeline=4 parallel.chunks=2 parallel.s
         ),
         (
             4,
-            f"{INTERLEAVED} train.global_batch_size=13",
+            f"{INTERLEAVED}, train.global_batch_size=13",
             "parallel.schedule='interleaved' on parallel.pipeline=4 needs micro batches in 3 equal "
             "rounds, but a batch of 13 on 4 ranks is 13",
             ".*train.global_batch_size=12",
@@ -346,7 +347,7 @@ INTERLEAVED = "model.n_layers=8 parallel.pipeline=4 parallel.chunks=2 parallel.s
 def test_ranks_that_do_not_work_are_refused_with_the_nearest_that_do(
     n_ranks: int, changes: str, problem: str, hint: str
 ) -> None:
-    run = load_run("tiny", ["train.micro_batch_size=1", *changes.split()]).run
+    run = load_run("tiny", ["train.micro_batch_size=1", *filter(None, changes.split(", "))]).run
     with pytest.raises(ConfigError) as caught:
         resolve(run, n_ranks)
     assert re.match(problem, caught.value.problem)
