@@ -171,7 +171,7 @@ def test_kernels_of_a_gpu_take_what_the_ring_gives_them() -> None:
     [
         ("fp32", 4, False, "precision.kind='fp32': flash attention"),
         ("bf16", 6, False, "heads of 10 values: flash attention"),
-        ("fp32", 6, True, "precision.kind='fp32' and heads of 10 values and model.attention_wi"),
+        ("fp32", 6, True, "model.attention_within_documents=true and precision.kind='fp32' and"),
         ("bf16", 4, True, "model.attention_within_documents=true: flash attention"),
         ("bf16", 4, False, ""),
     ],

@@ -308,9 +308,9 @@ def refuse_ring(run: Run, device: torch.device) -> None:
     if run.parallel.context_method != "ring" or device.type != "cuda":
         return
     problems = {
+        "model.attention_within_documents=true": run.model.attention_within_documents,
         "precision.kind='fp32'": run.precision.kind == "fp32",
         f"heads of {run.model.d_head} values": run.model.d_head % FLASH_HEAD_MULTIPLE > 0,
-        "model.attention_within_documents=true": run.model.attention_within_documents,
     }
     if any(problems.values()):
         names = " and ".join(name for name, is_there in problems.items() if is_there)
