@@ -202,10 +202,10 @@ def test_an_end_is_found_wherever_the_reading_is_cut(
         for dtype in ("uint16", "int32"):
             prefix = write_corpus(tmp_path / "good", DOCUMENTS, dtype)
             check_data(prefix)
-            bad = write_corpus(tmp_path / "bad", [*DOCUMENTS, [1, 300, 2], [3, EOD], [4]], dtype)
+            bad = write_corpus(tmp_path / "bad", [*DOCUMENTS, [1, 300, 301], [3, EOD], [4]], dtype)
             ids, ends = problems_of(bad)
-            assert "299): 1; the first is 300: token 1 of sequence 3 (document 5)" in ids
-            assert ends.endswith("(299): 2; the first is document 5, which ends with 2")
+            assert "299): 2; the first is 300: token 1 of sequence 3 (document 5)" in ids
+            assert ends.endswith("(299): 2; the first is document 5, which ends with 301")
 
 
 NO_BLOCK = FileRecord([BlockChecksum(0, ""), BlockChecksum(20, "")])

@@ -148,7 +148,8 @@ class BlockChecker:
             return
         ids = np.frombuffer(data, dataset.dtype, last - first, first * itemsize - start)
         limit = self.vocabulary_size
-        if ids.min() < 0 or (limit is not None and ids.max() >= limit):
+        is_signed = ids.dtype.kind == "i"
+        if (is_signed and ids.min() < 0) or (limit is not None and ids.max() >= limit):
             is_bad = ids < 0 if limit is None else (ids < 0) | (ids >= limit)
             errors.bad_ids += _count_bad(is_bad, ids, lambda at: first + at)
         if self.eod_id is not None:

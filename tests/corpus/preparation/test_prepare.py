@@ -423,6 +423,17 @@ def test_an_output_that_went_away_is_made_anew(
     assert made.read_bytes() == content
 
 
+def test_a_part_without_tokens_that_went_away_is_made_anew(
+    small: Corpus, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "in/a.jsonl").write_bytes(lines(["", "a"]))
+    (tmp_path / "in/b.jsonl").write_bytes(lines([""] * 400))
+    work = stop_before_the_join(small, monkeypatch)
+    for path in (work / "parts").glob("*.bin"):
+        path.unlink()
+    assert run(small).sequences == 1
+
+
 def test_a_damaged_record_does_not_hide_an_unreadable_document(
     corpus: Corpus, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -104,6 +104,17 @@ def test_a_folder_that_went_away_is_noticed(tmp_path: Path) -> None:
         folder.read_plan()
 
 
+def test_a_folder_of_another_plan_keeps_its_pieces(tmp_path: Path) -> None:
+    folder = make(tmp_path / "x.work")
+    for piece in PIECES[:2]:
+        (folder.parts / f"{piece}.bin").write_text(piece)
+        folder.finish(piece, b"{}")
+    assert WorkFolder(folder.path, FAR).replace_plan(b"new plan", [*PIECES[1:], "unit-d"]) == 1
+    assert folder.read_plan() == b"new plan"
+    assert [path.name for path in folder.parts.iterdir()] == [f"{PIECES[1]}.bin"]
+    assert folder.list_names("done") == [PIECES[1]]
+
+
 def race(path: Path, pieces: list[str], seed: int) -> list[str]:
     """Takes pieces until all are done, and gives every fifth back."""
     folder, order, taken = enter(path, name_process(os.getpid())), random.Random(seed), []

@@ -15,7 +15,7 @@ import glob
 import os
 import re
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
@@ -275,15 +275,20 @@ def _list_folder(folder: Path, skipped: Skipped) -> Iterator[os.DirEntry[str]]:
             yield entry
 
 
+class _Splits(msgspec.Struct):
+    splits: list[str]
+
+
 class _DataFile(msgspec.Struct):
     filename: str
 
 
-class _Description(msgspec.Struct):
-    """What is read of the library's JSON files."""
+class _State(msgspec.Struct):
+    files: list[_DataFile] = msgspec.field(name="_data_files")
 
-    splits: list[str] | dict[str, Any] | None = None
-    files: list[_DataFile] = msgspec.field(name="_data_files", default_factory=list)
+
+class _Info(msgspec.Struct):
+    splits: dict[str, Any] | None = None
 
 
 def _find_beside_text(folder: Path, names: Sequence[str]) -> dict[str, str]:
@@ -295,30 +300,30 @@ def _find_beside_text(folder: Path, names: Sequence[str]) -> dict[str, str]:
     arrow = [name for name in names if name.endswith(".arrow")]
     others = [name for name in names if name in _DESCRIPTIONS and (arrow or name != _STATE)]
     if _SPLITS in names:
-        _require_one_split(folder, _read_description(folder / _SPLITS).splits, "{}")
+        _require_one_split(folder, _read_description(folder / _SPLITS, _Splits).splits, "{}")
     elif arrow and _STATE in names:
-        listed = [file.filename for file in _read_description(folder / _STATE).files]
+        listed = [file.filename for file in _read_description(folder / _STATE, _State).files]
         if missing := set(listed) - set(arrow):
             problem = f"{printable(folder / min(missing))} is missing; {_STATE} lists it"
             raise DataError(problem, "copy the whole folder again")
         others += set(arrow) - set(listed)
     elif arrow and _INFO in names:
-        _require_one_split(folder, _read_description(folder / _INFO).splits, "*-{}*.arrow")
+        splits = list(_read_description(folder / _INFO, _Info).splits or {})
+        _require_one_split(folder, splits, "*-{}*.arrow")
         others += [name for name in arrow if name.startswith("cache-")]
     return dict.fromkeys(others, _BESIDE_TEXT)
 
 
-def _require_one_split(folder: Path, splits: Iterable[str] | None, pattern: str) -> None:
-    names = list(splits or [])
-    if len(names) > 1:
-        problem = f"{printable(folder)} holds the splits {printable(', '.join(names))}"
-        example = printable(folder / pattern.format(names[0]))
+def _require_one_split(folder: Path, splits: Sequence[str], pattern: str) -> None:
+    if len(splits) > 1:
+        problem = f"{printable(folder)} holds the splits {printable(', '.join(splits))}"
+        example = printable(folder / pattern.format(splits[0]))
         raise DataError(problem, f"name those to prepare, such as '{example}'")
 
 
-def _read_description(path: Path) -> _Description:
+def _read_description(path: Path, kind: Any) -> Any:
     try:
-        return msgspec.json.decode(read_file(path, SETTINGS_LIMIT_BYTES), type=_Description)
+        return msgspec.json.decode(read_file(path, SETTINGS_LIMIT_BYTES), type=kind)
     except (msgspec.MsgspecError, UnicodeDecodeError) as error:
         problem = f"{printable(path)} is not of Hugging Face's datasets library: {error}"
         raise DataError(problem, "make it again; or name the .arrow files themselves") from error
