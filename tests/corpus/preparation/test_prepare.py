@@ -147,17 +147,6 @@ def test_an_empty_document_has_no_sequence_but_an_entry(small: Corpus, tmp_path:
     assert EOD not in IndexedDataset(prefix_of(small)).stream
 
 
-def test_an_end_of_document_in_a_text_is_text_or_parsed(small: Corpus, tmp_path: Path) -> None:
-    (tmp_path / "in/a.jsonl").write_bytes(lines(["cat<|endoftext|>hat"]))
-    ends = {}
-    for policy in ("text", "parse"):
-        sidecar = run(change(small, special_tokens=policy), overwrite=True)
-        stream = IndexedDataset(prefix_of(small)).stream
-        ends[policy] = np.count_nonzero(stream == EOD)
-        assert sidecar.tokenizer.special_tokens == policy
-    assert ends == {"text": 1, "parse": 2}
-
-
 @pytest.mark.parametrize("workers", [1, 2])
 def test_special_tokens_in_texts_are_counted_or_split_on(
     small: Corpus, tmp_path: Path, workers: int
@@ -169,6 +158,10 @@ def test_special_tokens_in_texts_are_counted_or_split_on(
     assert (sidecar.special_texts, sidecar.documents) == ({"<|endoftext|>": 90 * 3 + 49}, 271)
     assert (sidecar.split_on, sidecar.lost_bytes) == (msgspec.UNSET, msgspec.UNSET)
     assert b"split_on" not in Path(f"{prefix_of(small)}.json").read_bytes(), "as before the option"
+    assert np.count_nonzero(IndexedDataset(prefix_of(small)).stream == EOD) == 271
+    parsed = run(change(small, special_tokens="parse"), overwrite=True)
+    assert np.count_nonzero(IndexedDataset(prefix_of(small)).stream == EOD) == 271 + 90 * 3 + 49
+    assert parsed.tokenizer.special_tokens == "parse"
 
     split = change(small, split_on="<|endoftext|>")
     sidecar = run(split, workers=workers, overwrite=True)

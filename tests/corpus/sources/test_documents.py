@@ -316,16 +316,6 @@ def test_a_failing_disk_is_no_damaged_file(tmp_path: Path, format: str, suffix: 
         list(read_documents(Segment(path, 0, 10), "text"))
 
 
-def test_the_positions_of_a_segment_count_from_its_start(tmp_path: Path) -> None:
-    path = tmp_path / "a.jsonl"
-    path.write_bytes(jsonl(["a"] * 3) + b"\nbad\n")
-    start = len(jsonl(["a", "a"]))
-    batches = list(read_documents(Segment(path, start, path.stat().st_size), "text"))
-    assert [fault.position for batch in batches for fault in batch.faults] == [3]
-    assert sum(batch.n_lines for batch in batches) == 3
-    assert sum(batch.n_bytes for batch in batches) == path.stat().st_size - start
-
-
 @pytest.mark.parametrize(
     ("data", "filter_of_jq"),
     [
