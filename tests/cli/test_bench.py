@@ -89,7 +89,7 @@ def test_precisions_in_turn_on_two_ranks(folder: Path) -> None:
         ("--ranks 1 --compare fp32,fp31", "'fp31' is not a precision", "fp32, fp16, bf16"),
         ("--ranks 1 --compare fp32,fp32", "'fp32' is listed twice", "each at most once"),
         ("--ranks 3", "cannot be divided", "nearest that works"),
-        ("--ranks 1 parallel.tensor=3", "be divisible by parallel.tensor=3", "parallel.tensor="),
+        ("--ranks 1 parallel.tensor=3", "nearest that works: parallel.tensor=2", "show --fields"),
     ],
 )
 def test_what_cannot_be_is_refused_before_anything_starts(
