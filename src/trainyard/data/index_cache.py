@@ -75,7 +75,7 @@ class FileBlock:
 
 @dataclass(frozen=True)
 class Unread:
-    """Token files whose content is not known before they are read; made by `find_unread`."""
+    """Token files whose content is not known before they are read; made by `look_up`."""
 
     memory: Path
     """What then remembers it."""
@@ -175,16 +175,11 @@ class IndexCache:
 
     def fingerprint(self, prefix: str) -> str:
         """Hashes the content of token files: of both, every byte."""
-        checksums = self._look_up(prefix)
+        checksums = self.look_up(prefix)
         if isinstance(checksums, Unread):
             digests = [block.read_digest() for block in checksums.blocks]
             checksums = self.remember(checksums, digests)
         return hashlib.sha256(json.dumps(checksums).encode()).hexdigest()
-
-    def find_unread(self, prefix: str) -> Unread | None:
-        """Finds out whether token files must be read for their fingerprint; None if not."""
-        unread = self._look_up(prefix)
-        return unread if isinstance(unread, Unread) else None
 
     def remember(self, unread: Unread, digests: Sequence[bytes]) -> list[str]:
         """Stores block checksums from reading; returns the checksums of both files.
@@ -201,7 +196,7 @@ class IndexCache:
             file.write(seal(json.dumps(content).encode()))
         return checksums
 
-    def _look_up(self, prefix: str) -> list[str] | Unread:
+    def look_up(self, prefix: str) -> list[str] | Unread:
         """Returns the checksums of both files, or what must be read for them."""
         record = _load_record(prefix)
         if record is not None and _is_older(prefix):

@@ -231,8 +231,8 @@ def describe_data(run: config.Run) -> str:
 def find_unread(run: config.Run) -> list[Unread]:
     """Lists the token files of a run that must be read once before their contents are known."""
     cache = IndexCache(Path(run.data.cache_folder))
-    files = map(cache.find_unread, data_prefixes(run))
-    return [unread for unread in files if unread is not None]
+    files = map(cache.look_up, data_prefixes(run))
+    return [unread for unread in files if isinstance(unread, Unread)]
 
 
 def data_fingerprint(run: config.Run) -> str:
