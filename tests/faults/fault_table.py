@@ -60,6 +60,7 @@ STOPS_EARLY = Expected(75, again=0)
 ABANDONED = Expected(-9, again=0)
 OLDER = Expected(0, ("step-00000004(, trying the checkpoint before it)?: ",))
 DAMAGED_AND_KILLED = Expected(0, (*OLDER.says, "restart 1 of 3"), restarts=1)
+FULL = Expected(2, ("No space left|does not fit",), again=0)
 NO_CHECKPOINT = "this phase neither reads nor writes checkpoints: the next load finds the fault"
 NO_WRITING = "this phase writes nothing: the next write meets the fault"
 NO_DISK = "this phase does not use the disk"
@@ -95,10 +96,7 @@ TABLE: dict[str, Row] = {
     ),
     "disk full": everywhere(
         NO_WRITING,
-        start=Expected(2, ("does not fit in|No space left",), again=0),
-        load=Expected(2, ("No space left|does not fit",), again=0),
-        update=Expected(2, ("No space left|does not fit",), again=0),
-        save=Expected(2, ("No space left|does not fit",), again=0),
+        **dict.fromkeys(("start", "load", "update", "save"), FULL),
     ),
     "read-only disk": everywhere(
         NO_WRITING,
@@ -110,10 +108,9 @@ TABLE: dict[str, Row] = {
         ),
     ),
     "slow disk": everywhere(NO_DISK, load=NOTHING, save=NOTHING),
-    "lost file": everywhere(NO_CHECKPOINT, start=OLDER, load=OLDER, save=DAMAGED_AND_KILLED),
-    "truncated shard": everywhere(NO_CHECKPOINT, start=OLDER, load=OLDER, save=DAMAGED_AND_KILLED),
-    "flipped bit in a shard": everywhere(
-        NO_CHECKPOINT, start=OLDER, load=OLDER, save=DAMAGED_AND_KILLED
+    **dict.fromkeys(
+        ("lost file", "truncated shard", "flipped bit in a shard"),
+        everywhere(NO_CHECKPOINT, start=OLDER, load=OLDER, save=DAMAGED_AND_KILLED),
     ),
     "stale lock": everywhere(ABANDONED),
 }
