@@ -34,7 +34,10 @@ from tests.waiting import wait_until
 
 from trainyard.checkpoint.format import read_manifest
 from trainyard.checkpoint.resume import newest_checkpoint
+from trainyard.config.corpus import load_corpus
 from trainyard.config.run import Blend, Data, Run
+from trainyard.corpus.preparation.prepare import prepare
+from trainyard.corpus.preparation.train_tokenizer import train_tokenizer
 from trainyard.data.index_cache import FileBlock, IndexCache
 from trainyard.data.indexed import token_paths
 from trainyard.data.loader import build_training_orders, data_fingerprint, describe_data
@@ -276,31 +279,25 @@ def test_speed_is_the_devices(
 
 
 @pytest.mark.parametrize(
-    ("changes", "n_ranks", "hint"),
+    ("micro_batch_size", "n_ranks", "hint"),
     [
-        (
-            {"micro_batch_size": 4},
-            2,
-            'train.micro_batch_size=1, or parallel.recompute="block", or '
-            "parallel.zero_stage=3, or more ranks; trainyard plan says what fits",
-        ),
-        ({"micro_batch_size": 1}, 1, 'parallel.recompute="block", or parallel.zero_stage=3, or '),
+        (4, 2, 'train.micro_batch_size=1, or parallel.recompute="block", or parallel.zero_stage=3'),
+        (1, 1, 'parallel.recompute="block", or parallel.zero_stage=3, or '),
     ],
 )
 def test_a_full_gpu_is_one_message(
-    tiny_run: Run, changes: dict[str, int], n_ranks: int, hint: str
+    tiny_run: Run, micro_batch_size: int, n_ranks: int, hint: str
 ) -> None:
-    run = with_fields(tiny_run, train={**changes, "global_batch_size": 8})
-    told = "CUDA out of memory. Tried to allocate 2 GiB. Of the allocated memory 1 is .."
-    plan, device = resolve(run, n_ranks), torch.device("cpu")
+    batches = {"micro_batch_size": micro_batch_size, "global_batch_size": 8}
+    run = with_fields(tiny_run, train=batches)
     with (
-        pytest.raises(MachineError, match="does not fit into") as error,
-        explain_device_errors(run, plan, device),
+        pytest.raises(MachineError, match="does not fit into the memory of cpu") as error,
+        explain_device_errors(run, resolve(run, n_ranks), CPU),
     ):
-        raise torch.OutOfMemoryError(told)
-    assert error.value.problem.endswith(
-        "the memory of cpu: CUDA out of memory. Tried to allocate 2 GiB."
-    )
+        raise torch.OutOfMemoryError(
+            "CUDA out of memory. Tried to allocate 2 GiB. Of the allocated memory 1 .."
+        )
+    assert error.value.problem.endswith("CUDA out of memory. Tried to allocate 2 GiB.")
     assert error.value.hint.startswith(hint)
     assert error.value.exit_code == 2
 
@@ -376,21 +373,14 @@ def test_wall_clock_limit_saves_and_can_be_resumed(tiny_run: Run, tmp_path: Path
 
 
 def test_data_of_another_tokenizer_is_refused(tiny_run: Run, tmp_path: Path) -> None:
-    from trainyard.config.corpus import load_corpus
-    from trainyard.corpus.preparation.prepare import prepare
-    from trainyard.corpus.preparation.train_tokenizer import train_tokenizer
-
-    words = [f"{a}{b} " for a in "abcdefgh" for b in "ijklmnop"]
-    (tmp_path / "text.txt").write_text("".join(words) * 40)
-    mine = train_tokenizer(["".join(words)] * 4, 300, tmp_path / "mine").parent
-    other = train_tokenizer(["".join(reversed(words))] * 4, 299, tmp_path / "other").parent
-    corpus = {"inputs": [str(tmp_path / "text.txt")], "output": str(tmp_path / "tokens")}
-    prepare(load_corpus(None, {**corpus, "tokenizer": str(mine)}))
-    run = with_fields(
-        tiny_run,
-        data={"train": {"prefixes": [f"{tmp_path}/tokens_text_document"]}, "blend": {}},
-        tokenizer={"path": str(other)},
-    )
+    text = "the quick brown fox jumps over the lazy dog, whose bark is worse than its bite. "
+    for name, words in (("mine", text), ("other", text[::-1])):
+        train_tokenizer([words] * 4, 270, tmp_path / name)
+    (tmp_path / "text.txt").write_text(text * 40)
+    corpus = {"inputs": [f"{tmp_path}/text.txt"], "output": f"{tmp_path}/tokens"}
+    prepare(load_corpus(None, {**corpus, "tokenizer": f"{tmp_path}/mine"}))
+    data = {"train": {"prefixes": [f"{tmp_path}/tokens_text_document"]}, "blend": {}}
+    run = with_fields(tiny_run, data=data, tokenizer={"path": f"{tmp_path}/other"})
     with pytest.raises(DataError, match=r"made with the tokenizer mine .*not with other"):
         start(tmp_path / "run", run)
 
