@@ -304,7 +304,7 @@ def test_it_ends_no_earlier_than_it_has_come(tokens: Path, tmp_path: Path) -> No
     with pytest.raises(CheckpointError) as raised:
         write_run_folder(open_run(tmp_path, run=run_of(tokens, SEAM - 1)), "auto")
     assert raised.value.problem == (
-        "the checkpoint of step 3 belongs to another run:\n"
+        "the checkpoint of step 3 was made with other settings:\n"
         "  train.length='2 steps' ends at step 2, before the checkpoint's step 3"
     )
     assert not (tmp_path / "history").exists()

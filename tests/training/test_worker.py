@@ -184,7 +184,7 @@ def test_resume_with_a_changed_run_names_the_fields(tiny_run: Run, copied: Path)
     text = str(refused.value)
     assert "optimizer.learning_rate: 0.001 in the checkpoint, now 0.1" in text
     assert "train.seed: 1234 in the checkpoint, now 5" in text
-    assert "free to change" in text
+    assert "continues with those" in text
     assert (copied / "run.toml").read_text() == before
 
 

@@ -119,11 +119,11 @@ def check_resumable(
             )
     if refused:
         raise CheckpointError(
-            f"the checkpoint of step {manifest.step} belongs to another run:\n"
+            f"the checkpoint of step {manifest.step} was made with other settings:\n"
             + "\n".join(f"  {line}" for line in refused),
-            f"change these back{hint}; or start over with --overwrite, or with another name, from "
-            f"these weights with train.start_from={manifest.build_run().name}@{manifest.step}; "
-            "free to change: " + ", ".join(FREE),
+            f"`trainyard train {(name := manifest.build_run().name)}` continues with those{hint}; to "
+            "start over: --overwrite, or another name, from these weights with "
+            f"train.start_from={name}@{manifest.step}; docs/checkpoints.md lists what may change",
         )
     return changes
 

@@ -54,7 +54,8 @@ def shorten(run: Run, n_steps: int) -> Run:
     shrink(tables["train"], "length", 1)
     shrink(tables["schedule"], "decay", 1)
     shrink(tables["schedule"], "warmup", 0)
-    shrink(tables["schedule"], "cooldown", 0)
+    if run.schedule.kind == "warmup_stable_decay":
+        shrink(tables["schedule"], "cooldown", 0)
     if run.train.batch_ramp:
         shrink(tables["train"]["batch_ramp"], "length", 1)
     for (section, name), least in LEAST_PER_RUN.items():
