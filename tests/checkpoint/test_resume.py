@@ -73,7 +73,7 @@ def test_refused_changes_are_told_all_at_once():
         "  train.length='9 steps' ends at step 9, before the checkpoint's step 10\n"
         "  data: the token files have fingerprint 'abc' in the checkpoint, now 'other'"
     )
-    assert "`trainyard train tiny` continues with those; to start over:" in raised.value.hint
+    assert "`trainyard train tiny` continues with those; " in raised.value.hint
     assert "train.start_from=tiny@10" in raised.value.hint
 
 

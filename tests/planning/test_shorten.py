@@ -18,7 +18,8 @@ SCHEDULE = ["schedule.warmup='400 steps'", "schedule.decay='20_000 steps'"]
 
 
 def test_the_schedule_shortens_with_the_run() -> None:
-    run = load("train.length='20_000 steps'", "schedule.cooldown='3M tokens'", *SCHEDULE)
+    stable = ("schedule.kind=warmup_stable_decay", "schedule.cooldown='3M tokens'")
+    run = load("train.length='20_000 steps'", *SCHEDULE, *stable)
     short = shorten(run, 5_000)
     assert resolve(short).n_steps == 5_000
     lengths = (short.train.length, short.schedule.warmup, short.schedule.decay)

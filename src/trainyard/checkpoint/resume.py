@@ -118,12 +118,13 @@ def check_resumable(
                 f"{saved!r} in the checkpoint, now {tokenizer_fingerprint!r}"
             )
     if refused:
+        name = manifest.build_run().name
         raise CheckpointError(
             f"the checkpoint of step {manifest.step} was made with other settings:\n"
             + "\n".join(f"  {line}" for line in refused),
-            f"`trainyard train {(name := manifest.build_run().name)}` continues with those{hint}; to "
-            "start over: --overwrite, or another name, from these weights with "
-            f"train.start_from={name}@{manifest.step}; docs/checkpoints.md lists what may change",
+            f"`trainyard train {name}` continues with those{hint}; to start over: --overwrite, or "
+            f"another name, from these weights with train.start_from={name}@{manifest.step}; "
+            "docs/checkpoints.md lists what may change",
         )
     return changes
 
