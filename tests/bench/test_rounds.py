@@ -11,7 +11,6 @@ from trainyard.bench.job import BenchJob, Steps, prepare_run
 from trainyard.bench.record import (
     build_record,
     compute_figures,
-    find_commit,
     recomputed_flops_per_token,
     render_table,
 )
@@ -74,11 +73,6 @@ def test_a_record_and_its_table() -> None:
     assert rows["overhead of the breakdown"] == ["+25.0%", "+25.0%"]
     assert rows["peak memory"] == ["1.0", "GiB"] * 2
     assert rows["start in all"] == ["3.50", "s"] * 2
-
-
-def test_a_commit_is_named_in_a_checkout_alone() -> None:
-    is_checkout = any((folder / ".git").exists() for folder in Path(__file__).parents)
-    assert bool(find_commit()) == is_checkout
 
 
 @pytest.mark.exhaustive

@@ -22,103 +22,82 @@ from trainyard.launch.environment import (
     seconds_left,
 )
 
-TORCHRUN = {
-    "RANK": "3",
-    "WORLD_SIZE": "4",
-    "LOCAL_RANK": "1",
-    "LOCAL_WORLD_SIZE": "2",
-    "MASTER_ADDR": "n1",
-    "MASTER_PORT": "29500",
-}
-SALLOC_SHELL = {
-    "SLURM_JOB_ID": "43629",
-    "SLURM_JOB_NODELIST": "n[1-2]",
-    "SLURM_NTASKS": "3",
-    "SLURM_TASKS_PER_NODE": "2,1",
-}
-BATCH_SHELL = SALLOC_SHELL | {"SLURM_LOCALID": "0", "SLURM_NODEID": "0", "SLURM_PROCID": "0"}
-STEP = BATCH_SHELL | {
-    "SLURM_NODEID": "1",
-    "SLURM_PROCID": "2",
-    "SLURM_STEP_ID": "0",
-    "SLURM_STEP_NODELIST": "n[1-2]",
-    "SLURM_STEP_NUM_TASKS": "3",
-    "SLURM_STEP_TASKS_PER_NODE": "2,1",
-}
-MANY_NODES = STEP | {"SLURM_STEP_TASKS_PER_NODE": "8(x3),5", "SLURM_STEP_NUM_TASKS": "29"}
-OPEN_MPI = {
-    "OMPI_COMM_WORLD_RANK": "1",
-    "OMPI_COMM_WORLD_SIZE": "4",
-    "OMPI_COMM_WORLD_LOCAL_RANK": "1",
-    "OMPI_COMM_WORLD_LOCAL_SIZE": "2",
-    "PMIX_NAMESPACE": "2813263873",
-}
-ONE_MACHINE = OPEN_MPI | {"OMPI_COMM_WORLD_LOCAL_SIZE": "4"}
-MPICH = {"PMI_RANK": "1", "PMI_SIZE": "2", "MPI_LOCALRANKID": "1", "MPI_LOCALNRANKS": "2"}
-PALS = {
-    "PMI_RANK": "5",
-    "PMI_SIZE": "8",
-    "PMI_LOCAL_RANK": "1",
-    "PMI_LOCAL_SIZE": "4",
-    "PALS_RANKID": "5",
-    "PALS_LOCAL_RANKID": "1",
-    "PALS_APID": "6f0f2a9c-7d0a-4d3e-8c0e-6d8f0a1b2c3d",
-}
+
+def env(text: str) -> dict[str, str]:
+    return dict(word.split("=") for word in text.split())
 
 
+TORCHRUN = env(
+    "RANK=3 WORLD_SIZE=4 LOCAL_RANK=1 LOCAL_WORLD_SIZE=2 MASTER_ADDR=n1 MASTER_PORT=29500"
+)
+SALLOC_SHELL = env(
+    "SLURM_JOB_ID=43629 SLURM_JOB_NODELIST=n[1-2] SLURM_NTASKS=3 SLURM_TASKS_PER_NODE=2,1"
+)
+BATCH_SHELL = SALLOC_SHELL | env("SLURM_LOCALID=0 SLURM_NODEID=0 SLURM_PROCID=0")
+STEP = BATCH_SHELL | env(
+    "SLURM_NODEID=1 SLURM_PROCID=2 SLURM_STEP_ID=0 SLURM_STEP_NODELIST=n[1-2] "
+    "SLURM_STEP_NUM_TASKS=3 SLURM_STEP_TASKS_PER_NODE=2,1"
+)
+MANY_NODES = STEP | env("SLURM_STEP_TASKS_PER_NODE=8(x3),5 SLURM_STEP_NUM_TASKS=29")
+OPEN_MPI = env(
+    "OMPI_COMM_WORLD_RANK=1 OMPI_COMM_WORLD_SIZE=4 OMPI_COMM_WORLD_LOCAL_RANK=1 "
+    "OMPI_COMM_WORLD_LOCAL_SIZE=2 PMIX_NAMESPACE=2813263873"
+)
+ONE_MACHINE = OPEN_MPI | env("OMPI_COMM_WORLD_LOCAL_SIZE=4")
+MPICH = env("PMI_RANK=1 PMI_SIZE=2 MPI_LOCALRANKID=1 MPI_LOCALNRANKS=2")
+PALS = env(
+    "PMI_RANK=5 PMI_SIZE=8 PMI_LOCAL_RANK=1 PMI_LOCAL_SIZE=4 PALS_RANKID=5 PALS_LOCAL_RANKID=1 "
+    "PALS_APID=6f0f2a9c-7d0a-4d3e-8c0e-6d8f0a1b2c3d"
+)
 DRAWN_PORT = -1
 PLACES = {
-    "no launcher": ({"PATH": "/bin", "OMP_NUM_THREADS": "1", "PMI": "x"}, Process(0, 1, 0, 1)),
+    "no launcher": (env("PATH=/bin OMP_NUM_THREADS=1 PMI=x"), Process(0, 1, 0, 1)),
     "a batch script of Slurm": (BATCH_SHELL, Process()),
     "a shell of salloc": (SALLOC_SHELL, Process()),
     "an interactive shell in a step of its own": (
-        STEP
-        | {"SLURM_STEP_NUM_TASKS": "1", "SLURM_STEP_TASKS_PER_NODE": "1"}
-        | {"SLURM_NODEID": "0", "SLURM_PROCID": "0"},
-        Process(),
+        STEP | env("SLURM_STEP_NUM_TASKS=1 SLURM_STEP_TASKS_PER_NODE=1 SLURM_NODEID=0")
+        | env("SLURM_PROCID=0"), Process(),
     ),
     "torchrun": (TORCHRUN, Process(3, 4, 1, 2, "n1", 29500)),
     "torchrun, second restart": (
-        TORCHRUN | {"TORCHELASTIC_USE_AGENT_STORE": "True", "TORCHELASTIC_RESTART_COUNT": "2"},
+        TORCHRUN | env("TORCHELASTIC_USE_AGENT_STORE=True TORCHELASTIC_RESTART_COUNT=2"),
         Process(3, 4, 1, 2, "n1", 29500, launcher_listens=True, attempt=2),
     ),
     "a parent of ranks below torchrun": (
-        TORCHRUN | {"TORCHELASTIC_RUN_ID": "none"},
+        TORCHRUN | env("TORCHELASTIC_RUN_ID=none"),
         Process(3, 4, 1, 2, "n1", 29500, launcher_restarts=True),
     ),
     "torchrun on one machine": (
-        TORCHRUN | {"LOCAL_RANK": "3", "LOCAL_WORLD_SIZE": "4"},
-        Process(3, 4, 3, 4, "127.0.0.1", 29500),
+        TORCHRUN | env("LOCAL_RANK=3 LOCAL_WORLD_SIZE=4"), Process(3, 4, 3, 4, "127.0.0.1", 29500)
     ),
     "torchrun in a step": (STEP | TORCHRUN, Process(3, 4, 1, 2, "n1", 29500)),
     "a step": (STEP, Process(2, 3, 0, 1, "n1", DRAWN_PORT)),
     "srun --mpi=pmi2": (
-        STEP | {"PMI_RANK": "2", "PMI_SIZE": "3"},
-        Process(2, 3, 0, 1, "n1", DRAWN_PORT),
+        STEP | env("PMI_RANK=2 PMI_SIZE=3"), Process(2, 3, 0, 1, "n1", DRAWN_PORT)
     ),
     "a step on one machine": (
-        STEP | {"SLURM_STEP_TASKS_PER_NODE": "3", "SLURM_NODEID": "0", "SLURM_LOCALID": "2"},
+        STEP | env("SLURM_STEP_TASKS_PER_NODE=3 SLURM_NODEID=0 SLURM_LOCALID=2"),
         Process(2, 3, 2, 3, "127.0.0.1", DRAWN_PORT),
     ),
     "the third of many nodes": (
-        MANY_NODES | {"SLURM_NODEID": "2", "SLURM_PROCID": "23", "SLURM_LOCALID": "7"},
+        MANY_NODES | env("SLURM_NODEID=2 SLURM_PROCID=23 SLURM_LOCALID=7"),
         Process(23, 29, 7, 8, "n1", DRAWN_PORT),
     ),
     "the last of many nodes": (
-        MANY_NODES | {"SLURM_NODEID": "3", "SLURM_PROCID": "28", "SLURM_LOCALID": "4"},
+        MANY_NODES | env("SLURM_NODEID=3 SLURM_PROCID=28 SLURM_LOCALID=4"),
         Process(28, 29, 4, 5, "n1", DRAWN_PORT),
     ),
     # It starts one proxy a machine as a step of Slurm, and the ranks from there.
     "mpiexec in a step": (
-        STEP | MPICH | {"PMI_RANK": "5", "PMI_SIZE": "8", "MPI_LOCALNRANKS": "4"},
+        STEP | MPICH | env("PMI_RANK=5 PMI_SIZE=8 MPI_LOCALNRANKS=4"),
         Process(5, 8, 1, 4, "n1", DRAWN_PORT),
     ),
-    "Open MPI": (OPEN_MPI | {"MASTER_ADDR": "n7"}, Process(1, 4, 1, 2, "n7", DRAWN_PORT)),
+    "Open MPI": (OPEN_MPI | env("MASTER_ADDR=n7"), Process(1, 4, 1, 2, "n7", DRAWN_PORT)),
     "Open MPI on one machine": (ONE_MACHINE, Process(1, 4, 1, 4, "127.0.0.1", DRAWN_PORT)),
     "MPICH": (MPICH, Process(1, 2, 1, 2, "127.0.0.1", DRAWN_PORT)),
-    "MPICH, a port": (MPICH | {"MASTER_PORT": "999"}, Process(1, 2, 1, 2, "127.0.0.1", 999)),
-    "PALS": (PALS | {"MASTER_ADDR": "x1"}, Process(5, 8, 1, 4, "x1", DRAWN_PORT)),
-}
+    "MPICH, a port": (MPICH | env("MASTER_PORT=999"), Process(1, 2, 1, 2, "127.0.0.1", 999)),
+    "PALS": (PALS | env("MASTER_ADDR=x1"), Process(5, 8, 1, 4, "x1", DRAWN_PORT)),
+}  # fmt: skip
 
 
 @pytest.mark.parametrize(("environment", "expected"), PLACES.values(), ids=PLACES)
@@ -190,21 +169,21 @@ def test_time_until_the_limit_of_a_scheduler(monkeypatch: pytest.MonkeyPatch) ->
 @pytest.mark.parametrize(
     ("environment", "problem"),
     [
-        (TORCHRUN | {"RANK": "4"}, "RANK=4 contradicts WORLD_SIZE=4"),
-        (TORCHRUN | {"RANK": "-1"}, "RANK='-1' is not a number from 0"),
-        (TORCHRUN | {"WORLD_SIZE": "four"}, "WORLD_SIZE='four' is not a number from 0"),
-        (TORCHRUN | {"LOCAL_RANK": "2"}, "LOCAL_RANK=2 contradicts LOCAL_WORLD_SIZE=2"),
-        (TORCHRUN | {"LOCAL_WORLD_SIZE": "5"}, "LOCAL_WORLD_SIZE=5 contradicts WORLD_SIZE=4"),
-        (TORCHRUN | {"MASTER_PORT": "70000"}, "MASTER_PORT=70000 is not a port"),
-        ({"RANK": "0"}, "WORLD_SIZE is not set, but other variables of the launcher are"),
-        ({"WORLD_SIZE": "2"}, "RANK is not set, but other variables of the launcher are"),
+        (TORCHRUN | env("RANK=4"), "RANK=4 contradicts WORLD_SIZE=4"),
+        (TORCHRUN | env("RANK=-1"), "RANK='-1' is not a number from 0"),
+        (TORCHRUN | env("WORLD_SIZE=four"), "WORLD_SIZE='four' is not a number from 0"),
+        (TORCHRUN | env("LOCAL_RANK=2"), "LOCAL_RANK=2 contradicts LOCAL_WORLD_SIZE=2"),
+        (TORCHRUN | env("LOCAL_WORLD_SIZE=5"), "LOCAL_WORLD_SIZE=5 contradicts WORLD_SIZE=4"),
+        (TORCHRUN | env("MASTER_PORT=70000"), "MASTER_PORT=70000 is not a port"),
+        (env("RANK=0"), "WORLD_SIZE is not set, but other variables of the launcher are"),
+        (env("WORLD_SIZE=2"), "RANK is not set, but other variables of the launcher are"),
         (OPEN_MPI, "MASTER_ADDR is not set, but other variables of the launcher are"),
-        (PALS | {"PALS_RANKID": "6"}, "PMI_RANK=5, PALS_RANKID=6 contradict each other"),
+        (PALS | env("PALS_RANKID=6"), "PMI_RANK=5, PALS_RANKID=6 contradict each other"),
         (
             {"PMI_RANK": "0", "PMI_SIZE": "2"},
             "PMI_LOCAL_RANK is not set, but other variables of the launcher are",
         ),
-        (STEP | {"SLURM_PROCID": "3"}, "SLURM_PROCID=3 contradicts SLURM_STEP_NUM_TASKS=3"),
+        (STEP | env("SLURM_PROCID=3"), "SLURM_PROCID=3 contradicts SLURM_STEP_NUM_TASKS=3"),
         (
             STEP | {"SLURM_STEP_TASKS_PER_NODE": "2,x"},
             "SLURM_STEP_TASKS_PER_NODE='2,x' cannot be read",

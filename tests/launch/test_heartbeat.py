@@ -75,12 +75,6 @@ def test_blame(reader: HeartbeatReader, culprit: int) -> None:
     assert (reader.read().culprit, reader.read().is_victim) == (culprit, True)
 
 
-def test_nobody_listens() -> None:
-    heartbeat = Heartbeat()
-    heartbeat.enter("data", 0)
-    heartbeat.blame(1)
-
-
 def test_a_watched_module_shows_its_stack_while_it_holds_the_lock_of_python(
     reader: HeartbeatReader,
 ) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -18,23 +19,31 @@ from trainyard.errors import ConfigError, LaunchError
 from trainyard.launch.environment import Process
 
 RANK_1 = Process(1, 2, 1, 2)
+Refused = Callable[..., str]
+
+
+@pytest.fixture
+def refused(capsys: pytest.CaptureFixture[str]) -> Refused:
+    """Runs a command that ends with 2; returns its message."""
+
+    def run(*words: str) -> str:
+        with pytest.raises(SystemExit) as ended:
+            main([*words])
+        assert ended.value.code == 2
+        return capsys.readouterr().err
+
+    return run
 
 
 @pytest.mark.parametrize(
     ("option", "value"), [("--ranks", ["2"]), ("--minutes", ["2.5"]), ("--overwrite", [])]
 )
 def test_options_that_a_launcher_rules_out(
-    option: str,
-    value: list[str],
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+    option: str, value: list[str], monkeypatch: pytest.MonkeyPatch, refused: Refused
 ) -> None:
     for name, place in TORCHRUN.items():
         monkeypatch.setenv(name, place)
-    with pytest.raises(SystemExit) as ended:
-        main(["train", "tiny", option, *value])
-    assert ended.value.code == 2
-    assert capsys.readouterr().err == (
+    assert refused("train", "tiny", option, *value) == (
         f"error: {option}: a launcher has already started 4 ranks\n"
         f"hint: omit {option}, or the launcher\n"
     )
@@ -47,25 +56,19 @@ def test_a_run_that_has_moved_is_not_started_anew(
     verb: list[str],
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+    refused: Refused,
 ) -> None:
     monkeypatch.chdir(tmp_path)
     for folder in ("runs/renamed", "away/a"):
         (tmp_path / folder / "checkpoints" / "step-00000004").mkdir(parents=True)
         (tmp_path / folder / "run.toml").write_text(render_run(load_run("tiny", ["name=a"]).run))
-    with pytest.raises(SystemExit) as ended:
-        main([*verb, source])
-    assert ended.value.code == 2
-    error = capsys.readouterr().err
+    error = refused(*verb, source)
     assert "is not where its run is trained: name='a', so runs/a\n" in error
     assert not (tmp_path / "runs" / "a").exists()
 
 
-def test_ranks_that_do_not_fit_the_layout(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as ended:
-        main(["train", "tiny", "parallel.tensor=2", "--ranks", "3"])
-    assert ended.value.code == 2
-    error = capsys.readouterr().err
+def test_ranks_that_do_not_fit_the_layout(refused: Refused) -> None:
+    error = refused("train", "tiny", "parallel.tensor=2", "--ranks", "3")
     assert "3 ranks cannot be divided by parallel.tensor=2" in error
     assert "hint: nearest that works: 2 ranks" in error
 
@@ -119,11 +122,8 @@ def test_more_ranks_than_gpus_do_not_start(
     assert problem in done.stderr
 
 
-def test_two_lengths(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as ended:
-        main(["train", "tiny", "train.length=20 steps", "--minutes", "1"])
-    assert ended.value.code == 2
-    assert capsys.readouterr().err == (
+def test_two_lengths(refused: Refused) -> None:
+    assert refused("train", "tiny", "train.length=20 steps", "--minutes", "1") == (
         "error: --minutes and train.length= both set the length of the run\n"
         "hint: omit one of them\n"
     )

@@ -19,7 +19,7 @@ RUN, RESULT = "run.toml", "result.json"
 TRACE, OPERATORS = "trace.json", "operators.txt"
 WARM_UP_STEPS, TIMED_STEPS, SPLIT_STEPS, PROFILED_STEPS = 3, 10, 5, 2
 MOST_RANDOM_TOKENS = 4 * 2**20
-STEPS_HINT = "--steps 20 times twenty steps; --steps 5-10 times the fifth to the tenth"
+STEPS_HINT = "--steps 20 times twenty steps; --steps 5-10 the fifth to the tenth, from 1"
 
 
 @dataclass(frozen=True)
@@ -59,16 +59,12 @@ def parse_steps(text: str, warm_up: int | None) -> Steps:
     Raises:
         ConfigError: it is neither, or contradicts `warm_up`.
     """
-    match = re.fullmatch(r"([0-9]{1,9})(?:-([0-9]{1,9}))?", text)
-    if not match:
+    match = re.fullmatch(r"([1-9][0-9]{0,8})(?:-([0-9]{1,9}))?", text)
+    if not match or int(match[2] or match[1]) < int(match[1]):
         raise ConfigError(f"--steps {text!r} is not a number of steps or a range", STEPS_HINT)
-    if match[2] is None:
-        if int(match[1]) == 0:
-            raise ConfigError("--steps 0 leaves nothing to time", STEPS_HINT)
-        return Steps(WARM_UP_STEPS if warm_up is None else warm_up, int(match[1]))
-    first, last = int(match[1]), int(match[2])
-    if not 1 <= first <= last:
-        raise ConfigError(f"--steps {text} is not a range of steps, which count from 1", STEPS_HINT)
+    first, last = int(match[1]), int(match[2] or 0)
+    if not last:
+        return Steps(WARM_UP_STEPS if warm_up is None else warm_up, first)
     if warm_up is not None:
         raise ConfigError(
             f"--steps {text} begins after a warm-up of {first - 1}, but --warm-up is {warm_up}",

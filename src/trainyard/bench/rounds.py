@@ -41,7 +41,7 @@ from trainyard.config.run import Data, Run
 from trainyard.data.patterns import find_token_files
 from trainyard.errors import ConfigError, MachineError, UserError
 from trainyard.launch.environment import Process, read_process
-from trainyard.launch.local import run_one, run_ranks, watched_command
+from trainyard.launch.local import run_ranks, watched_command
 from trainyard.planning.hardware import Machine
 
 LAYOUT_JOB = BenchJob(Steps(warm_up=2, timed=5), has_breakdown=False)
@@ -114,7 +114,7 @@ def run_rounds(runs: Sequence[BenchRun], rounds: Rounds, process: Process, folde
                 run_ranks(rounds.n_ranks, command, here / "logs")
             else:
                 try:
-                    run_one(process, [*command, "--leave-refusal"])
+                    run_ranks(process, [*command, "--leave-refusal"])
                 except MachineError as error:
                     raise (_read_refusal(here / REFUSAL) or error) from None
             if process.rank == 0:

@@ -25,7 +25,7 @@ import subprocess
 import sys
 import time
 import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cache
@@ -93,22 +93,18 @@ class Process:
             )
 
 
-_Names = tuple[Sequence[str], Sequence[str], Sequence[str], Sequence[str]]
+_Names = tuple[str, str, str, str]
 """The names of rank, number of ranks, local rank and number of local ranks; of one value several,
 from different versions of a launcher."""
-OURS: _Names = (["TRAINYARD_RANK"], ["TRAINYARD_RANKS"], ["TRAINYARD_RANK"], ["TRAINYARD_RANKS"])
-TORCHRUN: _Names = (["RANK"], ["WORLD_SIZE"], ["LOCAL_RANK"], ["LOCAL_WORLD_SIZE"])
+OURS: _Names = ("TRAINYARD_RANK", "TRAINYARD_RANKS", "TRAINYARD_RANK", "TRAINYARD_RANKS")
+TORCHRUN: _Names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
 OPEN_MPI: _Names = (
-    ["OMPI_COMM_WORLD_RANK"],
-    ["OMPI_COMM_WORLD_SIZE"],
-    ["OMPI_COMM_WORLD_LOCAL_RANK"],
-    ["OMPI_COMM_WORLD_LOCAL_SIZE"],
+    *("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE"),
+    *("OMPI_COMM_WORLD_LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_SIZE"),
 )
 PMI: _Names = (
-    ["PMI_RANK", "PALS_RANKID"],
-    ["PMI_SIZE"],
-    ["PMI_LOCAL_RANK", "PALS_LOCAL_RANKID", "MPI_LOCALRANKID"],
-    ["PMI_LOCAL_SIZE", "MPI_LOCALNRANKS"],
+    *("PMI_RANK PALS_RANKID", "PMI_SIZE"),
+    *("PMI_LOCAL_RANK PALS_LOCAL_RANKID MPI_LOCALRANKID", "PMI_LOCAL_SIZE MPI_LOCALNRANKS"),
 )
 
 
@@ -132,7 +128,7 @@ def _read_launcher(environment: Mapping[str, str]) -> Process:
         return replace(place, store_file=Path(_text(environment, "TRAINYARD_STORE_FILE")))
     in_step = "SLURM_STEP_ID" in environment
     for names in (TORCHRUN, OPEN_MPI, PMI):
-        are_set = [any(name in environment for name in each) for each in names]
+        are_set = [any(name in environment for name in each.split()) for each in names]
         # Slurm plug-ins set only some of PMI's: then the step has all values.
         if all(are_set) or (any(are_set) and not (in_step and names is PMI)):
             place = _read_place(environment, names)
@@ -176,10 +172,10 @@ def seconds_left(environment: Mapping[str, str] = os.environ) -> float | None:
     """Returns the time until the scheduler's limit, or None without a limit."""
     for name in (END, "SLURM_JOB_END_TIME"):
         if name in environment:
-            return _read_one(environment, [name])[1] - time.time()
+            return _read_one(environment, name)[1] - time.time()
     if "PBS_WALLTIME" in environment:
         # From the start of the job; its script is its oldest process here.
-        return _read_one(environment, ["PBS_WALLTIME"])[1] - _seconds_since_start(os.getsid(0))
+        return _read_one(environment, "PBS_WALLTIME")[1] - _seconds_since_start(os.getsid(0))
     return None
 
 
@@ -361,7 +357,7 @@ def _read_place(environment: Mapping[str, str], names: _Names) -> Process:
 
 def _read_slurm_place(environment: Mapping[str, str]) -> Process:
     counts = _text(environment, "SLURM_STEP_TASKS_PER_NODE")  # "2(x3),1": 2 on three nodes, then 1
-    node_name, node = _read_one(environment, ["SLURM_NODEID"])
+    node_name, node = _read_one(environment, "SLURM_NODEID")
     n_tasks: list[int] = []
     for part in counts.split(","):
         match = re.fullmatch(r"(\d+)(?:\(x(\d+)\))?", part)
@@ -373,7 +369,7 @@ def _read_slurm_place(environment: Mapping[str, str]) -> Process:
             f"{node_name}={node} contradicts SLURM_STEP_TASKS_PER_NODE={counts}", MEANING
         )
     local = "SLURM_STEP_TASKS_PER_NODE"
-    names = (["SLURM_PROCID"], ["SLURM_STEP_NUM_TASKS"], ["SLURM_LOCALID"], [local])
+    names = ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID", local)
     return _read_place({**environment, local: str(n_tasks[node])}, names)
 
 
@@ -387,7 +383,7 @@ def _with_meeting_point(
         process = replace(
             process,
             launcher_listens=environment.get("TORCHELASTIC_USE_AGENT_STORE") == "True",
-            attempt=_read_one({ATTEMPT: "0", **environment}, [ATTEMPT])[1],
+            attempt=_read_one({ATTEMPT: "0", **environment}, ATTEMPT)[1],
         )
     nodes = environment.get("SLURM_STEP_NODELIST", environment.get("SLURM_JOB_NODELIST"))
     if process.is_on_one_machine and not process.launcher_listens:
@@ -397,7 +393,7 @@ def _with_meeting_point(
     else:
         address = first_host(nodes)
     if is_torchrun or "MASTER_PORT" in environment:
-        name, port = _read_one(environment, ["MASTER_PORT"])
+        name, port = _read_one(environment, "MASTER_PORT")
         if not 0 < port < 2**16:
             raise LaunchError(f"{name}={port} is not a port", "ports are from 1 to 65535")
     else:
@@ -411,9 +407,9 @@ def first_host(nodes: str) -> str:
     return re.sub(r"\[(\w+)[^\]]*\]", r"\1", re.split(r",(?![^\[]*\])", nodes)[0])
 
 
-def _read_one(environment: Mapping[str, str], names: Sequence[str]) -> tuple[str, int]:
+def _read_one(environment: Mapping[str, str], names: str) -> tuple[str, int]:
     """Reads a value with several possible names; returns the name that is set, and the number."""
-    there = [name for name in names if name in environment] or [names[0]]
+    there = [name for name in names.split() if name in environment] or names.split()[:1]
     for name in there:
         if not re.fullmatch("[0-9]+", _text(environment, name)):
             raise LaunchError(f"{name}={environment[name]!r} is not a number from 0", MEANING)
@@ -425,7 +421,7 @@ def _read_one(environment: Mapping[str, str], names: Sequence[str]) -> tuple[str
 
 
 def _read_optional(environment: Mapping[str, str], name: str) -> int | None:
-    return _read_one(environment, [name])[1] if name in environment else None
+    return _read_one(environment, name)[1] if name in environment else None
 
 
 def _text(environment: Mapping[str, str], name: str) -> str:

@@ -26,7 +26,6 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
 
 from trainyard.errors import EXIT_HOLD, EXIT_REQUEUE, MachineError
@@ -102,11 +101,11 @@ def watched_command(*words: str) -> list[str]:
     return [sys.executable, "-P", "-m", "trainyard.launch.watched", *words]
 
 
-def run_ranks(n_ranks: int, command: Sequence[str], logs: Path) -> None:
-    """Runs a command as `n_ranks` connected ranks, and waits until they end.
+def run_ranks(ranks: int | Process, command: Sequence[str], logs: Path | None = None) -> None:
+    """Runs a command as connected ranks, and waits until they end.
 
     Args:
-        n_ranks: at least 2.
+        ranks: their number, at least 2; or this process, which runs it as its own rank.
         command: of each rank; it calls `parallel.start.start_ranks`.
         logs: the folder for the output of all ranks but 0; later runs append to its files.
 
@@ -115,23 +114,10 @@ def run_ranks(n_ranks: int, command: Sequence[str], logs: Path) -> None:
             the rank's indicates a bug.
         KeyboardInterrupt: Ctrl-C, which reaches all ranks, ended one.
     """
-    _run(n_ranks, None, command, logs)
-
-
-def run_one(process: Process, command: Sequence[str]) -> None:
-    """Runs a command as this process's rank, and waits until it ends.
-
-    Raises:
-        MachineError: it died.
-    """
-    _run(1, process, command, None)
-
-
-def _run(n_ranks: int, process: Process | None, command: Sequence[str], logs: Path | None) -> None:
     is_interrupted = False
     with (
         note_signals((signal.SIGINT, signal.SIGTERM, signal.SIGHUP)) as received,
-        start_workers(n_ranks, process, command, logs) as workers,
+        start_workers(ranks, command, logs) as workers,
     ):
         try:
             while any(worker.is_running for worker in workers):
@@ -154,8 +140,7 @@ def _run(n_ranks: int, process: Process | None, command: Sequence[str], logs: Pa
 
 @contextmanager
 def start_workers(
-    n_ranks: int,
-    process: Process | None,
+    ranks: int | Process,
     command: Sequence[str],
     logs: Path | None,
     *,
@@ -165,8 +150,7 @@ def start_workers(
     """Starts ranks, and kills those that remain at the end of the block.
 
     Args:
-        n_ranks: on this machine, where they meet in a file.
-        process: started instead, as one rank that already has its place.
+        ranks: their number on this machine, where they meet in a file; or one that has its place.
         command: what each runs.
         logs: the folder for the output of all ranks but 0; None: the output of this process.
         with_heartbeats: give each memory for its heartbeats.
@@ -180,23 +164,20 @@ def start_workers(
         reading, writing = os.pipe()
         stack.callback(os.close, reading)
         stack.callback(os.close, writing)
-        ranks = [process] if process else []
-        if process is None:
+        if isinstance(ranks, Process):
+            places = [ranks]
+        else:
             folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="trainyard-"))
-            meet = partial(Process, n_ranks=n_ranks, store_file=Path(folder) / "store")
-            ranks = [meet(n, local_rank=n, n_local_ranks=n_ranks) for n in range(n_ranks)]
+            store = Path(folder) / "store"
+            places = [Process(n, ranks, n, ranks, store_file=store) for n in range(ranks)]
         try:
-            for rank in ranks:
-                heartbeat = None
+            for place in places:
+                place, heartbeat = replace(place, parent_pipe=reading), None
                 if with_heartbeats:
                     heartbeat = HeartbeatReader()
                     stack.callback(heartbeat.close)
-                rank = replace(
-                    rank,
-                    parent_pipe=reading,
-                    heartbeat=heartbeat.descriptor if heartbeat else None,
-                )
-                workers.append(_start_worker(rank, command, logs, heartbeat, inherited))
+                    place = replace(place, heartbeat=heartbeat.descriptor)
+                workers.append(_start_worker(place, command, logs, heartbeat, inherited))
             yield workers
         finally:
             kill(workers)

@@ -120,8 +120,7 @@ def supervise(job: SupervisedJob) -> int:
                 restarts.begin(attempt)
             hang_reports = HangReports(job.folder / "logs" / f"attempt-{attempt}")
             with start_workers(
-                1 if job.is_launched else job.n_ranks,
-                job.process if job.is_launched else None,
+                job.process if job.is_launched else job.n_ranks,
                 job.command(attempt),
                 None if job.is_launched else job.folder / "logs",
                 with_heartbeats=True,
