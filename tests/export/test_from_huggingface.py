@@ -172,7 +172,7 @@ def test_missing_and_unknown_tensors_are_named(theirs, tmp_path):
     refused(theirs, r"1 tensors that no GPT2LMHeadModel has: adapter\.a")
     del weights["transformer.ln_f.bias"]
     save_file(weights, theirs / "model.safetensors")
-    refused(theirs, r"has no tensor 'transformer\.ln_f\.bias'")
+    refused(theirs, r"tensor 'transformer\.ln_f\.bias' in .* is missing")
 
 
 def test_the_command_makes_a_run_folder_once(theirs, tmp_path):

@@ -222,11 +222,6 @@ def _find_grid(path: Path) -> _Grid:
             settings = folder / "mp_rank_00_model_states.pt" if pattern is _LAYERS else rows[0][0]
             return _Grid(folder, settings, rows, of_layers=pattern is _LAYERS)
     refuse_foreign(folder)
-    if any(folder.glob("zero_pp_rank_*_model_states.pt")):
-        raise CheckpointError(
-            f"{folder} was saved with ZeRO stage 3, which shards weights differently",
-            "save it with zero_optimization.stage3_gather_16bit_weights_on_model_save, or stage 1",
-        )
     raise CheckpointError(
         f"{folder} has neither mp_rank_00/model_optim_rng.pt nor mp_rank_00_model_states.pt",
         "name the folder that Megatron-LM or Megatron-DeepSpeed saved to",
@@ -406,13 +401,8 @@ def read_arguments(given: Mapping[str, Any], place: str) -> tuple[dict[str, Any]
     """Reads `args` of a checkpoint as fields of the model, and notes for the user.
 
     Raises:
-        CheckpointError: there are none, or they describe a model that ours cannot match.
+        CheckpointError: they do not describe a model, or one that ours cannot match.
     """
-    if not given:
-        raise CheckpointError(
-            f"{place} has no 'args', so the number of heads is unknown",
-            "load and save it once with a Megatron-LM that stores its arguments",
-        )
     try:
         flags = {
             flag_of(name): words

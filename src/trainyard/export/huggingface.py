@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import logging
+from collections.abc import Mapping
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -184,25 +185,24 @@ def _find_parts(
     path: Path, manifest: Manifest, family: Family, model: Model
 ) -> dict[str, dict[str, Shape]]:
     """Maps our names to the parts to write and their shapes, after checking that all exist."""
-    if model.n_layers > len(manifest.tensors):
-        raise CheckpointError(
-            f"{path} holds {len(manifest.tensors)} tensors, too few for "
-            f"model.n_layers={model.n_layers} of its run",
-            OLDER_IS_KEPT,
-        )
     stored = {name: tensor.shape for name, tensor in manifest.tensors.items()}
     n_rows = next(iter(stored.get("model.embedding.weight", ())), 0)
     shapes = parameter_shapes(model, n_rows)
-    for name, shape in shapes.items():
-        has = stored.get(f"model.{name}")
-        if has != shape:
-            raise CheckpointError(
-                f"tensor 'model.{name}' in {path} "
-                + ("is missing" if has is None else f"has shape {list(has)}")
-                + f"; its run needs {list(shape)}",
-                OLDER_IS_KEPT,
-            )
+    wanted = {f"model.{name}": shape for name, shape in shapes.items()}
+    _check_shapes(path, stored, wanted, ("its run needs", OLDER_IS_KEPT))
     return {name: family.their_shapes(name, shape, model) for name, shape in shapes.items()}
+
+
+def _check_shapes(
+    place: Path, stored: Mapping[str, Shape], wanted: Mapping[str, Shape], why: tuple[str, str]
+) -> None:
+    """Checks that all wanted tensors are stored, in their shapes; `why` and hint are for errors."""
+    for name, shape in wanted.items():
+        found = stored.get(name)
+        if found != shape:
+            problem = "is missing" if found is None else f"has shape {list(found)}"
+            text = f"tensor {name!r} in {place} {problem}; {why[0]} {list(shape)}"
+            raise CheckpointError(text, why[1])
 
 
 def _write_weights(folder: Path, shards: list[dict[str, Tensor]], make: Make) -> None:
@@ -304,29 +304,16 @@ def _find_tensors(
 ) -> dict[str, list[Values]]:
     """Maps our names to the parts of them, after checking that all exist in the right shape."""
     theirs = _find_weights(folder)
-    if model.n_layers > len(theirs):
-        raise CheckpointError(
-            f"{folder / CONFIG} has {model.n_layers} layers, but there are {len(theirs)} tensors",
-            _OTHER_CONFIG,
-        )
     if not any(name.startswith(family.prefix) for name in theirs):
         theirs = {
             name if name == family.head else family.prefix + name: values
             for name, values in theirs.items()
         }
+    stored = {name: values.shape for name, values in theirs.items()}
     sources = {}
     for name, shape in parameter_shapes(model, n_rows).items():
         wanted = family.their_shapes(name, shape, model)
-        for their, their_shape in wanted.items():
-            if their not in theirs:
-                raise CheckpointError(f"{folder} has no tensor {their!r}", _OTHER_CONFIG)
-            has = theirs[their].shape
-            if has != their_shape:
-                raise CheckpointError(
-                    f"tensor {their!r} in {folder} has shape {list(has)}; "
-                    f"its config.json says {list(their_shape)}",
-                    _OTHER_CONFIG,
-                )
+        _check_shapes(folder, stored, wanted, (f"its {CONFIG} says", _OTHER_CONFIG))
         sources[name] = [theirs.pop(their) for their in wanted]
     if model.tied_embeddings and family.head in theirs:
         _require_equal_head(folder, family, theirs, sources["embedding.weight"][0])

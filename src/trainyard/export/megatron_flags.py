@@ -120,16 +120,12 @@ def nest(fields: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _explain_unresolved(name: str, flag: str) -> ConfigError:
+    what, hint = name.replace("\ue000", "$"), f"set the variable: --set {name}=value "
+    hint += "(`source FILE`, functions and loops are not followed)"
     if name.isdecimal():
-        return ConfigError(
-            f"cannot resolve ${name}, an argument of the script, which --{flag} needs",
-            'give the arguments after the script, in the same quotes: "train.sh ARGUMENT ..."',
-        )
-    return ConfigError(
-        f"cannot resolve {name}, which --{flag} needs".replace("\ue000", "$"),
-        f"set the variable: --set {name}=value "
-        "(`source FILE`, functions and loops are not followed)",
-    )
+        what = f"${name}, an argument of the script"
+        hint = 'give the arguments after the script, in the same quotes: "train.sh ARGUMENT ..."'
+    return ConfigError(f"cannot resolve {what}, which --{flag} needs", hint)
 
 
 def _read_flags(words: list[str]) -> dict[str, list[str]]:

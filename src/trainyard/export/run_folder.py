@@ -49,7 +49,6 @@ from trainyard.training.run_folder import TOKENIZER_FOLDER, write_tokenizer_fold
 
 Make = Callable[[str], Tensor]
 
-_LONGEST_NAME = 255 - len("..partial")
 _CODE_OF = {torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16"}
 
 
@@ -62,12 +61,8 @@ def require_new(output: Path) -> None:
     """Checks that `output` can be created.
 
     Raises:
-        CheckpointError: it exists, or its name is too long.
+        CheckpointError: it exists.
     """
-    if len(os.fsencode(output.name)) > _LONGEST_NAME:
-        raise CheckpointError(
-            f"the name {output.name[:20]}... is too long", f"at most {_LONGEST_NAME} bytes"
-        )
     if output.exists():
         raise CheckpointError(f"{output} already exists", "name another --output, or remove it")
 
