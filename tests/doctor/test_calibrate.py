@@ -42,6 +42,9 @@ scheduler = "slurm"
 """
 
 
+SHARES = ("matmul", "attention", "memory", "link", "network")
+
+
 def rows(**medians: float) -> list[Row]:
     names = {
         "memory": MEMORY,
@@ -83,11 +86,8 @@ def test_of_a_gpu_the_figures_stay_and_the_shares_are_measured(tmp_path: Path) -
     assert machine.link_bytes_per_second == before.link_bytes_per_second
     assert machine.network_bytes_per_second == before.network_bytes_per_second
     shares = machine.efficiencies
-    assert shares.matmul_share == 0.84
-    assert shares.attention_share == 0.5
-    assert shares.memory_share == 0.8
-    assert shares.link_share == 0.8
-    assert shares.network_share == 0.8
+    found_shares = [getattr(shares, f"{name}_share") for name in SHARES]
+    assert found_shares == [0.84, 0.5, 0.8, 0.8, 0.8]
     assert shares.launch_seconds == before.efficiencies.launch_seconds
     assert shares.sources["matmul_share"] == f"cluster {path}"
     # An all-reduce of nothing passes 3 hops twice; then a tree of one level.

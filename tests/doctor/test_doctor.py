@@ -21,21 +21,6 @@ MAIN = "from trainyard.cli.main import main; main()"
 # A machine is known by its name.
 AS_ANOTHER = f"import os, socket; socket.gethostname = lambda: os.environ['HOST_NAME']; {MAIN}"
 
-BRAKE = """
-import os, signal, sys, time
-process = int(sys.argv[1])
-while True:
-    try:
-        os.kill(process, signal.SIGSTOP)
-        time.sleep(0.03)
-        os.kill(process, signal.SIGCONT)
-    except ProcessLookupError:
-        break
-    if os.getppid() != process:
-        break
-    time.sleep(0.005)
-"""
-
 
 def environment(**variables: object) -> dict[str, str]:
     return os.environ | {"OMP_NUM_THREADS": "1"} | {k: str(v) for k, v in variables.items()}
@@ -131,7 +116,7 @@ def test_two_ranks_talk_and_leave_a_cluster_file_that_a_plan_reads(tmp_path: Pat
 
 
 def start_machines(
-    *arguments: str, folder: Path, codes: tuple[str, str] = ("", ""), **variables: object
+    *arguments: str, folder: Path, **variables: object
 ) -> list[subprocess.Popen[str]]:
     """Starts one rank on each of two machines, which differ by their names alone."""
     port = free_port()
@@ -139,7 +124,7 @@ def start_machines(
         start(
             *arguments,
             folder=folder,
-            code=codes[rank] + AS_ANOTHER,
+            code=AS_ANOTHER,
             **{"HOST_NAME": f"n{rank + 1}", "GLOO_SOCKET_IFNAME": "lo"},
             **{"RANK": rank, "WORLD_SIZE": 2, "LOCAL_RANK": 0, "LOCAL_WORLD_SIZE": 1},
             **{"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port} | variables,
@@ -169,26 +154,6 @@ def test_two_machines_share_a_folder_and_each_is_seen(tmp_path: Path) -> None:
     assert ranks[0].returncode == (2 if found["verdict"] == "replace" else 0), errors
     assert ranks[1].returncode == 0, other_errors
     assert list(tmp_path.iterdir()) == []
-
-
-@pytest.mark.exhaustive
-def test_a_machine_that_is_slow_is_named(tmp_path: Path) -> None:
-    """The second one is stopped for six sevenths of the time, as soon as it has torch."""
-    slow = (
-        "import os, subprocess, sys, torch; "
-        f"brake = subprocess.Popen([sys.executable, '-c', {BRAKE!r}, str(os.getpid())]); "
-    )
-    fast, braked = start_machines(
-        *("--json", "--nodes", "2", "--seconds", "0.3"), folder=tmp_path, codes=("", slow)
-    )
-    output, errors = fast.communicate(timeout=WATCHDOG_SECONDS)
-    braked.communicate(timeout=WATCHDOG_SECONDS)
-    row = rows_of(json.loads(output))["matmuls fp32"]
-    assert (row["verdict"], row["worst_host"]) == ("replace", "n2")
-    assert fast.returncode == 2
-    named = next(line for line in errors.splitlines() if line.startswith("error: replace: "))
-    assert "matmuls fp32 on n2" in named
-    assert "exclude the machine" in errors
 
 
 @pytest.mark.exhaustive

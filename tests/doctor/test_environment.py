@@ -29,7 +29,7 @@ def test_what_is_said_of_this_machine() -> None:
     assert facts["versions"]["torch"] != "not installed"
     assert facts["processor"]["cores"] == str(os.cpu_count())
     assert facts["processor"]["load"].endswith(" in the last minute")
-    assert check_load(32, 64) == []
+    assert list(check_load(32, 64)) == []
     (busy,) = check_load(32.1, 64)
     assert (busy.text, busy.verdict) == ("32.1 on 64 cores in the last minute", WARN)
     assert facts["processor"]["bound to"] == f"{format_cpus(bound_to())} (local rank 0)"
@@ -77,9 +77,9 @@ def test_a_rank_bound_as_the_profile_says_and_one_that_is_not() -> None:
 def test_a_rank_far_from_its_device() -> None:
     first, second = sorted(bound_to())[:2]
     with bound({first}):
-        assert check_binding(Process(0, 2, 0, 2), [], f"{first}-{second}") == []
+        assert list(check_binding(Process(0, 2, 0, 2), [], f"{first}-{second}")) == []
         (found,) = check_binding(Process(0, 2, 0, 2), [], str(second))
-        assert check_binding(Process(), [], str(second)) == []
+        assert list(check_binding(Process(), [], str(second))) == []
     assert found.text == f"local rank 0 to {first}, but its device is next to {second}"
 
 
@@ -87,7 +87,7 @@ def test_too_few_open_files() -> None:
     before = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (256, before[1]))
     try:
-        found = check_machine(0)[0]
+        found = next(check_machine(0))
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, before)
     assert (found.name, found.text, found.verdict) == ("open files", "256 at most", WARN)

@@ -22,7 +22,7 @@ from trainyard.errors import MachineError
 
 
 def test_this_file_system_keeps_its_promises(tmp_path: Path) -> None:
-    found = try_guarantees(tmp_path)
+    found = list(try_guarantees(tmp_path))
     assert [each.name for each in found] == [
         *("sync", "memory map", "rename of a folder", "rename of a file", "lock")
     ]
@@ -177,6 +177,6 @@ def test_a_lock_that_stays_on_its_machine(tmp_path: Path) -> None:
         # Another file of the same name is not locked: as with local locks of Lustre.
         path.unlink()
         path.write_bytes(NEW)
-        found = look_for(path)
+        found = list(look_for(path))
     assert [each.verdict for each in found] == [PASS, WARN]
     assert found[1].hint.endswith("mount it with -o flock")

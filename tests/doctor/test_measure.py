@@ -123,13 +123,6 @@ def measure_as(hosts: list[str]) -> tuple[list[str], dict[str, float]]:
     return gather_hosts(), {name: value for name, value, _, _ in measured}
 
 
-def test_ranks_of_one_machine(run_ranks: Callable[..., list[Any]]) -> None:
-    for hosts, found in run_ranks(2, measure_as, ["n1", "n1"]):
-        assert hosts == ["n1", "n1"]
-        assert list(found) == [IN_NODE, LATENCY + IN_NODE]
-        assert all(value > 0 for value in found.values())
-
-
 def test_ranks_of_three_machines_one_of_which_has_one_more(
     run_ranks: Callable[..., list[Any]],
 ) -> None:

@@ -22,7 +22,7 @@ import resource
 import shutil
 import socket
 import struct
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from importlib import metadata
 from pathlib import Path
 
@@ -83,39 +83,39 @@ def describe_machine(process: Process) -> Facts:
     }
 
 
-def check_machine(n_devices: int) -> list[Finding]:
+def check_machine(n_devices: int) -> Iterator[Finding]:
     """Judges limits that stop a training run in its first minute, and the load.
 
     Args:
         n_devices: number of GPUs of this machine.
     """
-    findings = []
     n_files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     if 0 <= n_files < LEAST_OPEN_FILES:
         hint = f"ulimit -n {LEAST_OPEN_FILES} or more, before starting"
-        findings.append(Finding("open files", f"{n_files} at most", WARN, hint))
+        yield Finding("open files", f"{n_files} at most", WARN, hint)
     locked, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
     if locked != resource.RLIM_INFINITY and _rdma_devices():
         hint = "ulimit -l unlimited; under a scheduler, raise the limit of its daemon"
         text = f"{format_bytes(locked)} at most, but RDMA devices need it"
-        findings.append(Finding("locked memory", text, WARN, hint))
+        yield Finding("locked memory", text, WARN, hint)
     if n_devices > 1 and SHARED_MEMORY.is_dir():
         free = shutil.disk_usage(SHARED_MEMORY).free
         if free < LEAST_SHARED_MEMORY:
             hint = "in a container: --shm-size 8g, or --ipc host"
-            findings.append(Finding("/dev/shm", f"{format_bytes(free)} free", WARN, hint))
-    return findings + check_load(os.getloadavg()[0], os.cpu_count() or 1)
+            yield Finding("/dev/shm", f"{format_bytes(free)} free", WARN, hint)
+    yield from check_load(os.getloadavg()[0], os.cpu_count() or 1)
 
 
-def check_load(load: float, n_cores: int) -> list[Finding]:
+def check_load(load: float, n_cores: int) -> Iterator[Finding]:
     """Checks for other processes on this machine, by the load of the last minute."""
-    if load <= MOST_LOAD * n_cores:
-        return []
-    hint = "measure again on an idle machine: other processes make it look slow"
-    return [Finding("load", f"{load:.1f} on {n_cores} cores in the last minute", WARN, hint)]
+    if load > MOST_LOAD * n_cores:
+        hint = "measure again on an idle machine: other processes make it look slow"
+        yield Finding("load", f"{load:.1f} on {n_cores} cores in the last minute", WARN, hint)
 
 
-def check_binding(process: Process, lists: Sequence[str], near_device: str | None) -> list[Finding]:
+def check_binding(
+    process: Process, lists: Sequence[str], near_device: str | None
+) -> Iterator[Finding]:
     """Checks the CPU binding of this rank; a single rank may use all CPUs.
 
     Args:
@@ -123,21 +123,20 @@ def check_binding(process: Process, lists: Sequence[str], near_device: str | Non
         lists: CPU lists of the cluster's profile, by local rank, such as "49-55"; may be empty.
         near_device: the CPUs next to its device; None: unknown.
     """
-    bound = bound_to()
-    text = f"local rank {process.local_rank} to {format_cpus(bound)}, but"
     if process.n_local_ranks == 1:
-        return []
+        return
+    bound, rank = bound_to(), f"local rank {process.local_rank}"
+    text = f"{rank} to {format_cpus(bound)}, but"
     if process.local_rank < len(lists):
         wanted = lists[process.local_rank]
         if bound == {*expand_cpus(wanted)}:
-            text = f"local rank {process.local_rank} to {wanted}, as in the profile"
-            return [Finding("binding", text, PASS)]
-        hint = "start the ranks as `trainyard launch` does, which binds them as in the profile"
-        return [Finding("binding", f"{text} the profile has {wanted}", WARN, hint)]
-    if near_device and bound.isdisjoint(expand_cpus(near_device)):
+            yield Finding("binding", f"{rank} to {wanted}, as in the profile", PASS)
+        else:
+            hint = "start the ranks as `trainyard launch` does, which binds them as in the profile"
+            yield Finding("binding", f"{text} the profile has {wanted}", WARN, hint)
+    elif near_device and bound.isdisjoint(expand_cpus(near_device)):
         text += f" its device is next to {near_device}"
-        return [Finding("binding", text, WARN, "bind each rank next to its device")]
-    return []
+        yield Finding("binding", text, WARN, "bind each rank next to its device")
 
 
 def find_wrong_interface(

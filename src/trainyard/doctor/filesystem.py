@@ -114,9 +114,8 @@ def read_quota(folder: Path, kind: str | None) -> str | None:
     return "; ".join(" ".join(line.split()) for line in done.stdout.splitlines() if line) or None
 
 
-def try_guarantees(folder: Path) -> list[Finding]:
+def try_guarantees(folder: Path) -> Iterator[Finding]:
     """Tests the guarantees that run folders need, in an empty folder on their file system."""
-    findings = []
     for name, attempt, verdict, hint in (
         ("sync", _try_sync, REPLACE, ELSEWHERE),
         ("memory map", _try_map, REPLACE, ELSEWHERE),
@@ -130,14 +129,11 @@ def try_guarantees(folder: Path) -> list[Finding]:
             code = errno.errorcode.get(error.errno or 0, "?")
             is_kept, text = False, f"{error.strerror or error} ({code})"
             verdict, hint = REPLACE, ELSEWHERE
-        findings.append(
-            Finding(name, text, PASS) if is_kept else Finding(name, text, verdict, hint)
-        )
+        yield Finding(name, text, PASS) if is_kept else Finding(name, text, verdict, hint)
     space = os.statvfs(folder)
     if space.f_files and space.f_favail < LEAST_FREE_INODES:
         text = f"{space.f_favail:,} free"
-        findings.append(Finding("inodes", text, WARN, "remove old files, or request more"))
-    return findings
+        yield Finding("inodes", text, WARN, "remove old files, or request more")
 
 
 @contextlib.contextmanager
@@ -152,31 +148,30 @@ def locked_file(runs: Path) -> Iterator[Path]:
         yield Path(file.name).resolve()
 
 
-def look_for(path: Path) -> list[Finding]:
+def look_for(path: Path) -> Iterator[Finding]:
     """Looks on another machine for the file of `locked_file`, and tries to lock it."""
     deadline = time.monotonic() + SHARING_SECONDS
     while not path.exists() and time.monotonic() < deadline:
         time.sleep(POLL_SECONDS)
-    try:
+    is_same = False
+    with contextlib.suppress(OSError):
         is_same = path.read_bytes() == NEW
-    except OSError:
-        is_same = False
     if not is_same:
         text = f"{path.parent} is not the folder that the first machine sees"
         hint = "set a folder for runs that all machines share: --folder"
-        return [Finding("shared folder", text, REPLACE, hint)]
-    findings = [Finding("shared folder", "files of the first machine are visible", PASS)]
-    with path.open("rb+") as file:
+        yield Finding("shared folder", text, REPLACE, hint)
+        return
+    yield Finding("shared folder", "files of the first machine are visible", PASS)
+    name, text = "lock between machines", "does not exclude another machine"
+    hint = "never train two jobs in one run folder; Lustre: mount it with -o flock"
+    # `_try_lock` reports a file system without locks.
+    with path.open("rb+") as file, contextlib.suppress(OSError):
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError as error:
-            if isinstance(error, BlockingIOError):
-                text = "excludes another machine"
-                findings.append(Finding("lock between machines", text, PASS))
-            return findings
-    text = "does not exclude another machine"
-    hint = "never train two jobs in one run folder; Lustre: mount it with -o flock"
-    return [*findings, Finding("lock between machines", text, WARN, hint)]
+        except BlockingIOError:
+            yield Finding(name, "excludes another machine", PASS)
+        else:
+            yield Finding(name, text, WARN, hint)
 
 
 def measure_rates(
