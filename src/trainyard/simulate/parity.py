@@ -70,7 +70,7 @@ class Outcome:
     losses: list[float]
     norms: list[float]
     gradients: list[Piece]
-    """Of each step, before clipping."""
+    """All steps', before clipping."""
     weights: list[Piece]
 
 
