@@ -167,7 +167,7 @@ def test_epochs_of_token_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
         writer.add_document(np.arange(800, dtype=writer.dtype) % 512)
     run = "tiny data.train.prefixes=\"['corpus']\""
     shown = lines_of(run_plan(run))["data"]
-    assert shown == "corpus: 100.0% of the tokens read, 32 epochs of its 800"
+    assert shown == "corpus: 100.0% of the tokens read, 32 epochs of the training split of its 800"
     used = {"prefix": "corpus", "tokens": 800, "share": 1.0, "epochs": 32.0}
     assert as_json(run)["data"] == [used]
 

@@ -77,7 +77,7 @@ def test_a_curve_falls_from_the_upper_left_to_the_lower_right() -> None:
         ("start", {"resumed": True, "device": "cpu"}, "resumed on cpu"),
         ("evaluate", {"loss": 4.25}, "held-out loss 4.2500"),
         ("evaluate", {"loss": None}, f"held-out loss {UNKNOWN}"),
-        ("sample", {"prompt": "a\x1b[31m", "text": "b\nc"}, r"sample: a\x1b[31mb\nc"),
+        ("sample", {"prompt": "a\x1b[31m", "text": "b\nc"}, r"sample of 'a\x1b[31m': b\nc"),
         ("save", {"bytes": 2048, "seconds": 1.5}, "saved 2.0 KiB in 1.5s"),
         ("rollback", {"from_step": 9, "skipped_sequences": 5}, "rolled back here from step 9"),
         ("end", {"reason": "done"}, "ended: done"),

@@ -274,8 +274,8 @@ def _data(report: Report) -> Iterator[tuple[str, str]]:
     for use in known[:MOST_CORPORA]:
         yield (
             title,
-            f"{use.prefix}: {use.share:.1%} of the tokens read, {use.epochs:.3g} epochs of its "
-            f"{format_large(use.tokens or 0)}",
+            f"{use.prefix}: {use.share:.1%} of the tokens read, {format_figure(use.epochs or 0)} "
+            f"epochs of the training split of its {format_large(use.tokens or 0)}",
         )
         title = ""
     if len(known) > MOST_CORPORA:

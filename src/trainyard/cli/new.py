@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import re
 import shlex
 import textwrap
@@ -16,7 +17,11 @@ from trainyard.errors import ConfigError, DataError
 if TYPE_CHECKING:
     from trainyard.planning.new_run import NewRun
 
+logger = logging.getLogger("trainyard")
+
 WIDTH = 98
+MANY_EPOCHS = 25
+"""A small model on a little text learns from so many, not more."""
 
 
 def new(
@@ -76,9 +81,8 @@ def new(
         words = "".join(f" {name} {value}" for name, value in options.items() if value)
     head = (
         f"A run of {chosen.parameters / 1e6:,.1f}M parameters for {n_tokens:,} tokens, {where} and "
-        f"{time}: about {format_seconds(chosen.seconds)}, {format_figure(chosen.passes)} passes "
-        "over the text. Every field: trainyard show --fields. Relative paths start at the working "
-        "directory."
+        f"{time}: about {format_seconds(chosen.seconds)}, {format_figure(chosen.passes)} epochs. "
+        "Every field: trainyard show --fields. Relative paths start at the working directory."
     )
     name = re.sub(r"[^A-Za-z0-9._-]+", "-", output.stem).strip("._-")[:100] or "run"
     data: dict[str, Any] = {"data.blend.prefixes": tuple(prefixes)}
@@ -86,6 +90,8 @@ def new(
     publish_text(output, _render(head, name, chosen, data))
     quoted = shlex.quote(str(output))
     typer.echo(f"{output}: {head.partition('. Every')[0]}\n")
+    if chosen.passes > MANY_EPOCHS:
+        logger.warning("warning: so many epochs need more text, not more time: prepare more of it")
     on_nodes = f" --cluster {cluster} --nodes {nodes or 1}"
     start = f"launch {quoted}{on_nodes}" if cluster else f"train {quoted}"
     typer.echo(f"trainyard plan {quoted}{words}\ntrainyard {start}")

@@ -269,7 +269,7 @@ def describe_line(line: Line, n_steps: int | None) -> str:
         "start": f"{'resumed' if line.get('resumed') else 'started'} on {line.get('device')}",
         "evaluate": f"{'test' if line.get('split') == 'test' else 'held-out'} loss "
         f"{show(line.get('loss'), '{:.4f}')}",
-        "sample": f"sample: {line.get('prompt')}{line.get('text')}",
+        "sample": f"sample of {line.get('prompt')!r}: {line.get('text')}",
         "save": f"saved {n_bytes} in {show(seconds, format_seconds)}",
         "save failed": f"a checkpoint was not saved: {line.get('problem')}",
         "rollback": f"rolled back here from step {line.get('from_step')}; "

@@ -94,7 +94,7 @@ def _render(corpus: Corpus, sidecars: list[Sidecar]) -> tuple[str, int]:
     values["tokenizer"] = {"path": corpus.tokenizer}
     head = (
         f"# {chosen.parameters / 1e6:.1f}M parameters, for {n_tokens:,} tokens and "
-        f"{machine.name}; {format_figure(chosen.passes)} passes over the text.\n"
+        f"{machine.name}; {format_figure(chosen.passes)} epochs.\n"
         "# Every field: trainyard show --fields. Relative paths start at the working directory.\n"
         "# Once you edit this file, prepare leaves it alone.\n\n"
     )
