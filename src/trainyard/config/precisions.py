@@ -98,11 +98,12 @@ class Formats:
     """Format of the large matmuls of blocks."""
     rounding: float
     """Largest relative difference between layouts that another summation order explains, in three
-    steps of a small run (decisions 013, 017, 018)."""
+    steps of a small run: about 20 units of rounding (decisions 013, 017, 018)."""
     scales_loss: bool = False
     """Whether gradients underflow without loss scaling."""
     reduced: DType = FP32
-    """Format in which data-parallel ranks sum gradients of blocks."""
+    """Format in which data-parallel ranks send gradients of blocks: fp32, or block-scaled; they sum
+    in fp32."""
     matrices: Stored = Stored()
     """Matrices of blocks; of the optimizer's states, those not in fp32."""
     vectors: Stored = Stored()

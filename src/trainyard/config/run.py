@@ -14,7 +14,7 @@ from typing import Annotated, Literal, Self
 from pydantic import Field, model_validator
 
 from trainyard import units
-from trainyard.config.precisions import Precision, Stored, stored
+from trainyard.config.precisions import OptimizerKind, Precision, Stored, stored
 from trainyard.config.section import (
     Length,
     ListOf,
@@ -236,7 +236,7 @@ class Train(Section):
 class Optimizer(Section):
     """AdamW (arXiv:1711.05101) or Muon (arXiv:2502.16982), and gradient clipping."""
 
-    kind: Literal["adamw", "muon"] = "adamw"
+    kind: OptimizerKind = "adamw"
     """`muon` updates matrices of blocks by orthogonalized momentum, and the rest as AdamW."""
     momentum: Rate = 0.95
     """Decay rate of Muon's momentum."""

@@ -133,4 +133,5 @@ def _share_of_peak(run: Run, plan: Plan, consumed_sequences: int) -> float:
     done = (consumed_sequences - plan.warmup_sequences) / span if span > 0 else 1.0
     if run.schedule.kind == "linear":
         return 1.0 - done
+    assert run.schedule.kind == "cosine", f"schedule.kind={run.schedule.kind!r} has no formula"
     return 0.5 * (1.0 + math.cos(math.pi * done))

@@ -287,12 +287,13 @@ class MLP(nn.Module):
         layers = block_layers(model)
         self.up = Linear(layers["mlp.up"])
         self.down = Linear(layers["mlp.down"])
-        self.is_gated = model.mlp == "swiglu"
+        self.kind = model.mlp
+        assert self.kind in ("gelu", "swiglu"), f"model.mlp={self.kind!r} has no computation"
 
     def forward(self, x: Tensor) -> Tensor:
         """Maps (B, T, D) to (B, T, D) through (B, T, F)."""
         inner = self.up(x)
-        if self.is_gated:
+        if self.kind == "swiglu":
             gate, value = self.up.split(inner)
             inner = F.silu(gate) * value
         else:

@@ -283,6 +283,7 @@ class Norm(Layer):
     def __init__(self, spec: LayerSpec, model: Model) -> None:
         super().__init__(spec)
         self.kind = "rms" if spec.sharding == "features" else model.norm
+        assert self.kind in ("layer", "rms"), f"model.norm={self.kind!r} has no computation"
         self.epsilon, self.average = model.layer_norm_epsilon, _of_one_rank
 
     def forward(self, x: Tensor) -> Tensor:

@@ -6,7 +6,7 @@ from typing import Protocol
 
 from torch import Tensor
 
-from trainyard.config.precisions import MASTER, MOMENTUM
+from trainyard.config.precisions import MASTER
 from trainyard.config.run import Run
 from trainyard.optim.adamw import AdamW, LowPrecisionAdamW
 from trainyard.optim.muon import Muon
@@ -24,6 +24,7 @@ class LocalOptimizer(Protocol):
             learning_rate: of this step.
             divisor: of the gradients: clipping and loss scale; fp32, on the device.
             skip: 1 to keep weights, states and the number of updates, else 0; on the device.
+                Gradients may then be NaN or infinite, so multiplying them by 0 does not do.
         """
 
     def state_of(self, local: LocalParameter) -> dict[str, Tensor]:
@@ -34,17 +35,18 @@ class LocalOptimizer(Protocol):
         """
 
     def prepare_state(self, n_updates: int | None) -> None:
-        """Prepares the states after `n_updates` updates, for a checkpoint to fill; None: no update.
+        """Prepares the states after `n_updates` updates, for a checkpoint to fill.
 
-        Without updates there are no moments, and the weights are those last loaded into the model.
+        None: those of no update, as when it was built, for the weights now in the model.
         """
 
 
 def build_optimizer(parallel_model: ParallelModel, run: Run) -> LocalOptimizer:
     """Builds the optimizer of this rank's part of a model."""
     parameters = parallel_model.local_parameters
-    if any(MOMENTUM in each.stored.states for each in parameters):
+    if run.optimizer.kind == "muon":
         return Muon(parallel_model, run)
+    assert run.optimizer.kind == "adamw", f"optimizer.kind={run.optimizer.kind!r} has no class"
     if not any(MASTER in each.stored.states for each in parameters):
         return AdamW([each.parameter for each in parameters], run.optimizer)
     places = [

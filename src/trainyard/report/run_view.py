@@ -262,7 +262,7 @@ def unused_settings(run: Run) -> dict[str, set[str]]:
     parallel, formats = run.parallel, {"loss_scale": "fp16", "fp8": "fp8"}
     no_pipeline = {"schedule", "chunks"} if parallel.pipeline == 1 else set()
     return {
-        "optimizer": {"momentum"} if run.optimizer.kind == "adamw" else set(),
+        "optimizer": {"momentum"} if run.optimizer.kind != "muon" else set(),
         "schedule": {"cooldown"} if run.schedule.kind != "warmup_stable_decay" else set(),
         "parallel": no_pipeline | ({"context_method"} if parallel.context == 1 else set()),
         "precision": {key for key, kind in formats.items() if kind not in run.precision.kind},
