@@ -98,6 +98,13 @@ def test_one_rank_starts_nothing() -> None:
         assert not dist.is_initialized()
 
 
+def test_rank_0_says_where_it_waits() -> None:
+    (rank_0, _) = ranks_at({"address": "localhost", "port": free_port()}, 2)
+    rank_0["process"]["n_local_ranks"] = 1
+    (answer,) = start(given_up([rank_0]))
+    assert answer["message"].endswith("rank 0 waits at 127.0.0.1, which every rank must reach")
+
+
 @pytest.mark.parametrize(("there", "missing"), [("0-1", "ranks 2-3"), ("1-3", "rank 0")])
 def test_a_rank_is_missing(meeting: dict[str, Any], there: str, missing: str) -> None:
     if "port" in meeting and missing == "rank 0":

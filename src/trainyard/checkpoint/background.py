@@ -249,7 +249,7 @@ def check_saving(folder: Path, total_bytes: int) -> None:
     """
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        with TemporaryDirectory(prefix=".trial-", dir=folder) as trial:
+        with TemporaryDirectory(".partial", ".step-trial-", folder) as trial:
             (Path(trial) / "trial").write_bytes(b"x")
     except OSError as error:
         raise MachineError(

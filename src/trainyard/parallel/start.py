@@ -128,6 +128,7 @@ class _Rendezvous:
         self._process = process
         self.timeout_seconds = timeout_seconds
         self._host = socket.gethostname()
+        self._listens_at = ""
         self.store = PrefixStore(f"attempt-{process.attempt}", self._open_store())
         self._deadline = time.monotonic() + timeout_seconds
 
@@ -238,8 +239,8 @@ class _Rendezvous:
                 "problem": f"{name_ranks(missing)} of {n_ranks} did not join the rendezvous at "
                 f"{self.place} within {self.timeout_seconds:g} s; "
                 f"{name_ranks(list(hosts))} did, on {_name_hosts(list(hosts), hosts)}",
-                "hint": "see the output of the missing ranks; all need the same port, and an "
-                "address that every rank can reach",
+                "hint": "see the output of the missing ranks; rank 0 waits at "
+                f"{self._listens_at or self.place}, which every rank must reach",
             }
         facts = {rank: record["facts"] for rank, record in records.items()}
         names = list(dict.fromkeys(name for each in facts.values() for name in each))
@@ -285,6 +286,7 @@ class _Rendezvous:
         try:
             place = (self._process.address, self._process.port)
             family, *_, address = socket.getaddrinfo(*place, type=socket.SOCK_STREAM)[0]
+            self._listens_at = str(address[0])
             return socket.create_server(address[:2], family=family, backlog=2048)
         except OSError as error:
             raise LaunchError(
