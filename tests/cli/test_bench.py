@@ -85,7 +85,7 @@ def test_precisions_in_turn_on_two_ranks(folder: Path) -> None:
 @pytest.mark.parametrize(
     ("words", "problem", "hint"),
     [
-        ("--ranks 1 --steps 10-5", "--steps 10-5 is not a range of steps", "--steps 5-10 times"),
+        ("--ranks 1 --steps 10-5", "'10-5' is not a number of steps or a range", "--steps"),
         ("--ranks 1 --compare fp32,fp31", "'fp31' is not a precision", "fp32, fp16, bf16"),
         ("--ranks 1 --compare fp32,fp32", "'fp32' is listed twice", "each at most once"),
         ("--ranks 3", "cannot be divided", "nearest that works"),

@@ -46,7 +46,7 @@ def test_an_interrupted_demo_continues_and_finishes(
     assert finished.returncode == 0, finished.stderr
     assert "this one continues it" in finished.stdout
     assert "$ trainyard prepare" not in finished.stdout
-    assert "has started before: it continues to step" in finished.stderr
+    assert "demo is done at step" in finished.stderr
     assert "torch" not in finished.stderr, "warnings of libraries"
     folder = tmp_path / "runs/demo"
     assert load_run(str(folder / "run.toml")).run == run

@@ -160,7 +160,7 @@ def stale_shard(patch: pytest.MonkeyPatch) -> None:
 def second_rank_reads_one_further(patch: pytest.MonkeyPatch) -> None:
     @around(patch, Loader, "_read")
     def wrong(right: Any, loader: Loader, step: int, offset: int) -> Any:
-        return right(loader, step, offset + (loader._share[0] == 1))
+        return right(loader, step, offset + (loader.share[0] == 1))
 
 
 @seen_in(RING)
