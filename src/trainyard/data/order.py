@@ -326,7 +326,7 @@ def _fill(
     counts: Float,
     weights: Float,
 ) -> Float:
-    """Writes the draws from `start` on, given the counts there; returns the counts after them."""
+    """Draws from number `start` on, given how often each file was drawn before; returns that."""
     n_draws = min(_LANE_DRAWS, len(corpus))
     n_lanes = len(corpus) // n_draws
     starts = start + n_draws * np.arange(n_lanes)

@@ -240,7 +240,7 @@ def _find_end(path: Path, content: dict[str, Any], ids: dict[str, int]) -> str:
 
 
 def _ends_named_in(path: Path, ids: dict[str, int]) -> list[str]:
-    """Lists the tokens that end a text by one of a model's files."""
+    """Lists the tokens that one of a model's files says end a text."""
     content = read_json(path) if path.is_file() else {}
     if token := content.get("eos_token"):
         return [str(token.get("content") if isinstance(token, dict) else token)]

@@ -55,7 +55,7 @@ class Sampling:
                 "0: greedy decoding; 1: sample as the model was trained",
             )
         if not 0 <= self.seed < 2**63:
-            raise ConfigError(f"seed {self.seed} is outside 0 to 2^63 - 1", "choose another")
+            raise ConfigError(f"seed {self.seed} is outside 0 to 2^63 - 1", "such as 0")
         if self.top_k < 0:
             raise ConfigError(f"top_k {self.top_k} is below 0", "0 allows every token")
         if not 0 < self.top_p <= 1:

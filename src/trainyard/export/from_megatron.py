@@ -467,7 +467,7 @@ def _check_together(given: Mapping[str, Any]) -> None:
     }
     for problem, is_found in problems.items():
         if is_found:
-            raise ConfigError(f"args.{problem}", "our models have no other option of that name")
+            raise ConfigError(f"args.{problem}", "such a model cannot be imported")
 
 
 def build_model(fields: Mapping[str, Any], vocabulary_size: int, place: str) -> Model:

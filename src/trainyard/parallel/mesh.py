@@ -144,7 +144,7 @@ class DeviceClock(HostClock):
     """Events between the kernels of a GPU's current stream."""
 
     def mark(self) -> Any:
-        """Records when the kernels so far will be done."""
+        """Records the time at which the kernels queued so far are done."""
         event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
         event.record()
         return event

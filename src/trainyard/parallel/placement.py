@@ -29,7 +29,7 @@ Shape = tuple[int, ...]
 
 @dataclass(frozen=True)
 class TensorShard:
-    """Which of the equal shards of every sharded layer."""
+    """A tensor rank: its number, and how many shard every sharded layer equally."""
 
     rank: int
     n_ranks: int
