@@ -173,7 +173,7 @@ def test_commands_of_the_cluster_tutorial(login_node: Path) -> None:
     )
     assert 'partition = "standard-g"' in cluster[0]
     assert ": fits, " in planned[0] and "fastest layouts" in planned[1]
-    dry, launched, status = run_on_login_node(login_node, section("5. Launch", page))
+    dry, launched, status = run_on_login_node(login_node, section("6. Launch", page))
     assert (login_node / "submitted.sh").read_text() == dry.replace(" --dry-run", "")
     assert launched.startswith("job 4711 is submitted to lumi, 2 nodes")
     assert "trainyard status lumi-13b" in launched

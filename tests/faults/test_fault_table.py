@@ -165,7 +165,9 @@ def test_every_cell_has_an_outcome_or_a_reason() -> None:
     assert set(COVER) <= set(cells())
 
 
-N_KILLS = int(os.environ.get("KILLS", "20"))
+N_KILLED_RUNS = int(os.environ.get("KILLED_RUNS", "6"))
+MOST_KILLS = 8
+"""In one run, so that it ends."""
 KILLED_STEPS = 16
 
 
@@ -173,13 +175,12 @@ KILLED_STEPS = 16
 def test_killed_anywhere_nothing_is_lost(train: Train, tmp_path: Path) -> None:
     """A rank is killed at a random moment, again and again, in runs of several layouts.
 
-    Half of them have a slow disk. `KILLS=200` in the environment kills more often.
+    Half of them have a slow disk. `KILLED_RUNS=60` in the environment kills more often.
     """
     choice = random.Random(5)
     whole: dict[str, tuple[Path, float]] = {}
-    n_kills = n_runs = 0
-    while n_kills < N_KILLS:
-        name = ("dp2 tp2", "pp2", "dp2 zero3")[n_runs % 3]
+    for number in range(N_KILLED_RUNS):
+        name = ("dp2 tp2", "pp2", "dp2 zero3")[number % 3]
         n_ranks, overrides = read_layout(name).n_ranks, read_layout(name).overrides
         if name not in whole:
             started = time.monotonic()
@@ -187,22 +188,23 @@ def test_killed_anywhere_nothing_is_lost(train: Train, tmp_path: Path) -> None:
             assert done.returncode == 0, done.stderr
             whole[name] = (tmp_path / name, time.monotonic() - started)
         undisturbed, seconds = whole[name]
-        draw, is_slow = choice.random(), n_runs // 3 % 2 == 0
-        folder = tmp_path / f"run {n_runs}"
-        left = 8  # kills of one run, so that every layout has its turn
-
-        def kill(
-            rank: int, n_before: int, draw: float = draw, seconds: float = seconds,
-            n_ranks: int = n_ranks, is_slow: bool = is_slow, left: int = left,
-        ) -> None:  # fmt: skip
-            """Each attempt has its victim, killed when its time is over, wherever it is."""
-            attempt, moments = n_before // n_ranks, random.Random(draw + n_before // n_ranks)
-            if is_slow:
-                slow_down_disk(path=Path())
-            if attempt < left and moments.randrange(n_ranks) == rank:
-                signal.setitimer(signal.ITIMER_REAL, moments.uniform(0, seconds))
-
+        draw, is_slow = choice.random(), number // 3 % 2 == 0
+        folder = tmp_path / f"run {number}"
+        n_kills = 0
         while True:
+
+            def kill(
+                rank: int, n_before: int, draw: float = draw, seconds: float = seconds,
+                n_ranks: int = n_ranks, is_slow: bool = is_slow, n_kills: int = n_kills,
+            ) -> None:  # fmt: skip
+                """Each attempt has its victim, killed when its time is over, wherever it is."""
+                attempt = n_kills + n_before // n_ranks
+                moments = random.Random(draw + attempt)
+                if is_slow:
+                    slow_down_disk(path=Path())
+                if attempt < MOST_KILLS and moments.randrange(n_ranks) == rank:
+                    signal.setitimer(signal.ITIMER_REAL, moments.uniform(0, seconds))
+
             done = train(folder, n_ranks, *overrides, n_steps=KILLED_STEPS, prepare=kill)
             n_kills += (new := done.stderr.count("was ended by SIGALRM"))
             if not done.returncode or not new:
@@ -211,4 +213,3 @@ def test_killed_anywhere_nothing_is_lost(train: Train, tmp_path: Path) -> None:
         # Killed while it removes old checkpoints after the last save, a run keeps them.
         outcomes = [read_outcome(each / RUN) for each in (undisturbed, folder)]
         assert not differences(*outcomes, but=["kept"]), folder
-        n_runs += 1
