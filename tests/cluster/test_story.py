@@ -1,4 +1,4 @@
-"""A run on a real Slurm, from raw text to the last step, with all that befalls it on the way.
+"""A run on a real Slurm, from raw text to the last step, with preemption and lost nodes on the way.
 
 Three machines (machines.py) are the nodes. One command submits the preparation of the corpus, an
 array of jobs, and training on two nodes after it. Then a more urgent job takes the nodes away, and

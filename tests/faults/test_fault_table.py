@@ -1,4 +1,4 @@
-"""Runs that a fault befalls: each fault and each phase of the table once, and kills anywhere.
+"""Runs with faults: each fault and each phase of the table once, and kills at any time.
 
 `EVERY_FAULT=1` in the environment adds the rest of the table. Some cells mount file systems.
 """
@@ -70,7 +70,7 @@ def train(tmp_path_factory: pytest.TempPathFactory) -> Train:
 
 @pytest.fixture(scope="module")
 def whole(train: Train, tmp_path_factory: pytest.TempPathFactory) -> Callable[[int], Path]:
-    """Gives the folder of a run that nothing befalls, by its ZeRO stage."""
+    """Gives the folder of a run without faults, by its ZeRO stage."""
     folder = tmp_path_factory.mktemp("whole")
 
     def get(zero_stage: int) -> Path:

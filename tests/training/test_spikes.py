@@ -53,7 +53,7 @@ MEAN, DEVIATION = float(np.mean(WIDE)), float(np.std(WIDE))
         *((WIDE, MEAN + times * DEVIATION, 1.0, times > 6) for times in (5.9, 6.1)),
         # Nothing is a spike until the window is half full.
         *(([3.0] * 62, 4.0, 1.0, False), ([3.0] * 62 + [4.0, 3.0], 4.5, 1.0, True)),
-        # A loss that stands still is none, and norms have a long tail.
+        # A constant loss is no spike, and norms have a long tail.
         *(
             ([level] * 300, loss, 1.0, is_spike)
             for level in (3.0, 0.0, 1e-30, 1e30)

@@ -21,7 +21,7 @@ logger = logging.getLogger("trainyard")
 
 WIDTH = 98
 MANY_EPOCHS = 25
-"""A small model on a little text learns from so many, not more."""
+"""More epochs than this teach a model little that is new."""
 
 
 def new(

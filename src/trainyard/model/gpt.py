@@ -89,7 +89,7 @@ class GPT(nn.Module):
         self.takes_tokens = blocks[0] == 0
         self.sequence_length = model.sequence_length
         self.position_table = PositionTable(model, compute_dtype)
-        # Benchmarks read random tokens and name no end: -1 is no token.
+        # Random tokens of benchmarks have no end of document: -1 matches no token.
         end_id = -1 if model.end_of_document_id is None else model.end_of_document_id
         self.end_id = end_id if model.attention_within_documents else None
         self.embedding = _embedding(self.layers.get("embedding"))
