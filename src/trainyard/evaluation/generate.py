@@ -150,7 +150,8 @@ def _decode(
 ) -> Iterator[Tensor]:
     """Yields the tokens after a text, (B,) each; `end_id` is None for one document each."""
     sequence_length = model.sequence_length
-    caches, new = model.build_caches(sequence_length), text
+    # No longer than needed: a cache is filled with zeros.
+    caches, new = model.build_caches(min(text.shape[1] + n_tokens, sequence_length)), text
     for _ in range(n_tokens):
         if caches[0].n_tokens == sequence_length:
             caches = model.build_caches(sequence_length)
