@@ -9,6 +9,7 @@ from tests.model.test_gpt import MODERN, SHAPE, build
 from trainyard.errors import CheckpointError, ConfigError, DataError
 from trainyard.evaluation import generate as generating
 from trainyard.evaluation.generate import Sampling, choose, find_largest, generate
+from trainyard.model.attention import KeyValueCache
 from trainyard.model.gpt import GPT
 
 T = 16
@@ -189,6 +190,25 @@ def test_the_decoder_of_gpus_gives_the_same_text(
         with monkeypatch.context() as patch:
             patch.setattr(generating, "_decode", generating._decode_on_gpu)
             assert generate(model, prompts, n, sampling, eod_id=3) == expected
+
+
+@pytest.mark.parametrize("decode", ["_decode", "_decode_on_gpu"])
+@pytest.mark.parametrize(("n_tokens", "expected"), [(5, 9), (40, T)])
+def test_caches_are_no_longer_than_the_text(
+    model: GPT, decode: str, n_tokens: int, expected: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lengths = set()
+    append = KeyValueCache.append
+
+    def append_and_note(cache: KeyValueCache, *parts: torch.Tensor) -> Any:
+        found = append(cache, *parts)
+        lengths.add(cache._keys.shape[2])
+        return found
+
+    monkeypatch.setattr(KeyValueCache, "append", append_and_note)
+    monkeypatch.setattr(generating, "_decode", getattr(generating, decode))
+    generate(model, [[5, 3, 8, 1], [2, 3, 4, 4]], n_tokens, GREEDY)
+    assert lengths == {expected}
 
 
 def test_draws_choose_as_multinomial_does() -> None:

@@ -150,8 +150,7 @@ def _decode(
 ) -> Iterator[Tensor]:
     """Yields the tokens after a text, (B,) each; `end_id` is None for one document each."""
     sequence_length = model.sequence_length
-    # No longer than needed: a cache is filled with zeros.
-    caches, new = model.build_caches(min(text.shape[1] + n_tokens, sequence_length)), text
+    caches, new = model.build_caches(text.shape[1] + n_tokens), text
     for _ in range(n_tokens):
         if caches[0].n_tokens == sequence_length:
             caches = model.build_caches(sequence_length)
@@ -184,7 +183,7 @@ def _decode_on_gpu(
     sequence_length = model.sequence_length
     layers = [module for module in model.modules() if isinstance(module, Layer)]
     with cast_once(layers, model.compute_dtype):
-        decoder = _Decoder(model, choice[0], len(text))
+        decoder = _Decoder(model, choice[0], len(text), text.shape[1] + n_tokens)
         while n_tokens:
             cache = decoder.caches[0]
             starts_anew = cache.n_tokens in (0, sequence_length)
@@ -209,14 +208,15 @@ class _Decoder:
         model: on the GPU.
         sampling: how to choose tokens.
         n_texts: B.
+        n_tokens: of each text when it ends.
 
     Attributes:
-        caches: one per block, of as many tokens as the model takes.
+        caches: one per block.
     """
 
-    def __init__(self, model: GPT, sampling: Sampling, n_texts: int) -> None:
+    def __init__(self, model: GPT, sampling: Sampling, n_texts: int, n_tokens: int) -> None:
         self._model, self._sampling = model, sampling
-        self.caches = model.build_caches(model.sequence_length)
+        self.caches = model.build_caches(n_tokens)
         device = model.head_weight.device
         self._ids, self._starts = torch.zeros(2, n_texts, dtype=torch.int64, device=device)
         self._end_id = -1

@@ -227,8 +227,8 @@ class GPT(nn.Module):
         return [m for part in [*parts, *ends] for m in part.modules() if isinstance(m, Layer)]
 
     def build_caches(self, n_tokens: int) -> list[KeyValueCache]:
-        """Makes empty KV caches for `n_tokens`, one per block."""
-        return [KeyValueCache(n_tokens) for _ in self.blocks]
+        """Makes empty KV caches, one per block, for `n_tokens` or as many as a sequence has."""
+        return [KeyValueCache(min(n_tokens, self.sequence_length)) for _ in self.blocks]
 
 
 def _embedding(spec: LayerSpec | None) -> Embedding | None:
