@@ -22,10 +22,11 @@ test: set-up-dev
 	$(PYTEST) -n 2
 
 # make test-all MARKS=exhaustive: only what make test leaves out. Three at once, as those of clusters wait.
-# PART=2/4: of the cases of tables only a part; the commits of CI take turns.
+# PART=2/4: of the cases of tables only a part, REST=1/2: of the rest; the commits of CI take turns.
 PART ?= 1/1
+REST ?= 1/1
 test-all: set-up-dev
-	$(PYTEST) -n 3 -m '$(MARKS)' --part $(PART)
+	$(PYTEST) -n 3 -m '$(MARKS)' --part $(PART) --rest $(REST)
 
 # Compiled equals eager, all cases: with TORCH=2.11.0 on another torch.
 test-compiled: set-up-dev

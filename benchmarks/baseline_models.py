@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import torch
 from torch import Tensor, nn
 
 from trainyard.config.run import Model
@@ -39,6 +40,12 @@ def build_transformers(model: Model, ours: GPT) -> nn.Module:
         keys[key] = "gelu_pytorch_tanh" if value == "gelu_new" else value
     architecture = getattr(transformers, keys.pop("architectures")[0])
     config = architecture.config_class.from_dict(keys | {"use_cache": False})
+    if model.n_experts:  # transformers joins the matrices of all experts, and multiplies as torch
+        options = {"dtype": torch.float32, "experts_implementation": "grouped_mm"}
+        weights = _their_weights(family, model, ours)
+        theirs: nn.Module
+        theirs = architecture.from_pretrained(None, config=config, state_dict=weights, **options)
+        return theirs
     return _load(architecture(config), family, model, ours)
 
 
@@ -75,10 +82,15 @@ def build_litgpt(model: Model, ours: GPT) -> nn.Module:
     return _load(litgpt.GPT(config), LITGPT, model, ours)
 
 
-def _load(theirs: nn.Module, family: Family, model: Model, ours: GPT) -> nn.Module:
+def _their_weights(family: Family, model: Model, ours: GPT) -> dict[str, Tensor]:
     weights: dict[str, Tensor] = {}
     for name, parameter in ours.named_parameters():
         weights |= family.to_theirs(name, parameter.detach(), model)
+    return weights
+
+
+def _load(theirs: nn.Module, family: Family, model: Model, ours: GPT) -> nn.Module:
+    weights = _their_weights(family, model, ours)
     head = f"{HEAD}.weight"
     if model.tied_embeddings:
         (embedding,) = family.their_names("embedding.weight")

@@ -101,6 +101,9 @@ class Sleeper(nn.Module):
     def summed_loss(self, hidden: Tensor, labels: Tensor, scale: float) -> Tensor:
         return hidden.sum() * scale
 
+    def layers_that_add(self) -> list[nn.Module]:
+        return []
+
 
 class Clock:
     """Adds up the time inside the passes of a pipeline's stages."""
@@ -127,7 +130,9 @@ def sleepers(schedule: str, chunks: int, seconds: float) -> Pipeline:
     example = torch.zeros(1, 16, dtype=torch.int64)
     group = dist.group.WORLD
     assert group is not None
-    return Pipeline(stages, n_ranks * chunks, group, schedule, example, layers=[])
+    fields = [f"parallel.schedule={schedule}", f"parallel.chunks={chunks}"]
+    parallel = load_run("tiny", [*MODEL.split(), *fields, "train.global_batch_size=4"]).run.parallel
+    return Pipeline(stages, n_ranks * chunks, group, parallel, example, layers=[])
 
 
 def blocks(schedule: str, chunks: int) -> Pipeline:

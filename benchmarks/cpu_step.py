@@ -59,7 +59,7 @@ def serve(cell: Cell, candidate: str, threads: int) -> None:
 
     torch.set_num_threads(threads)
     if not candidate.endswith("-default"):
-        keep_freed_memory()
+        keep_freed_memory(1)
     step = build(cell, candidate)
     for line in sys.stdin:
         if line.strip():

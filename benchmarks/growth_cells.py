@@ -18,12 +18,18 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from trainyard.architecture import ParameterSpec
+    from trainyard.parallel.placement import Placement
 
 Costs = dict[str, float]
 SECONDS, BYTES, COUNT = "CPU s", "bytes", "count"
 N_STEPS = 30
 SEQUENCES_A_RANK = 4
 TENSORS_OF_A_MODEL = 444  # GPT-3 125M with both moments
+_STAGES: dict[int, dict[str, ParameterSpec]] = {}
 STACK = "Thread 0x00007f (most recent call first):\n" + '  File "x.py", line 1 in f\n' * 60
 
 
@@ -191,12 +197,11 @@ def measure_tensors(n_tensors: int, folder: Path) -> Costs:
 
 
 def measure_many_ranks(n_ranks: int, folder: Path) -> Costs:
-    """Joins and saves as many ranks, here threads; reads the manifest, and hang reports of all."""
+    """Joins and saves as many ranks, here threads; reads the manifest."""
     import torch
 
     from trainyard.checkpoint.format import MANIFEST, Facts, read_manifest
     from trainyard.checkpoint.save import SavingRank, save_checkpoint
-    from trainyard.launch.supervise import HangReports, RankStatus
     from trainyard.parallel.placement import Placement
 
     facts = Facts(step=1, consumed_sequences=0, consumed_tokens=0, run={})
@@ -204,10 +209,14 @@ def measure_many_ranks(n_ranks: int, folder: Path) -> Costs:
     names = [f"{parts[n % 3]}.blocks.{n}.weight" for n in range(TENSORS_OF_A_MODEL)]
     barrier = threading.Barrier(n_ranks)
 
+    def agree(text: str | None) -> str | None:
+        barrier.wait()
+        return text
+
     def save(rank: int) -> float:
         tensors = dict.fromkeys(names, torch.zeros(1, 64))
         place = Placement((n_ranks, 64), (rank, 0), (1, 64))
-        ranks = SavingRank(rank, n_ranks, barrier.wait)
+        ranks = SavingRank(rank, n_ranks, agree)
         start = time.thread_time()
         save_checkpoint(folder, facts, tensors, dict.fromkeys(names, place), ranks)
         return time.thread_time() - start
@@ -219,13 +228,154 @@ def measure_many_ranks(n_ranks: int, folder: Path) -> Costs:
     costs["files"] = len(list(path.iterdir()))
     costs["manifest read by a rank"] = cpu_seconds(lambda: read_manifest(path))
     costs["memory of the manifest"] = float(run_child("--manifest", path))
-    reports = HangReports(folder / "logs")
+    return costs | {"rendezvous of all ranks": cpu_seconds(lambda: join_ranks(n_ranks))}
+
+
+def measure_groups(n_ranks: int, folder: Path) -> Costs:
+    """Creates the groups of the first rank of GPT-3 175B, of a fake backend that connects none."""
+    import torch
+    import torch.distributed as dist
+
+    from trainyard.parallel.mesh import build_mesh
+    from trainyard.simulate.fake_world import fake_world
+    from trainyard.topology import Topology
+
+    topology = Topology(pipeline=8, shard=n_ranks // 32, tensor=4)
+    with fake_world(0, n_ranks):
+        build = cpu_seconds(lambda: build_mesh(topology, 0, torch.device("cpu")))
+        n_groups = len(dist.distributed_c10d._world.pg_map)
+    return {"create the groups of a rank": build, "groups of a rank": float(n_groups)}
+
+
+def measure_hang(n_ranks: int, folder: Path) -> Costs:
+    """Names the rank that hangs: the first parent from all reports, another from its verdict."""
+    from trainyard.launch.supervise import HangReports, RankStatus, describe_hang
+
+    opened: list[str] = []
+
+    def note(event: str, arguments: tuple[object, ...]) -> None:
+        if event in ("open", "os.scandir") and str(arguments[0]).startswith(str(folder)):
+            opened.append(event)
+
+    reports, of_first, of_another = (HangReports(folder / "logs") for _ in range(3))
+    sys.addaudithook(note)
     reports.write(
-        RankStatus(rank, "node", 12, "update", 41, 1201.3, "waiting", False, False, STACK)
+        RankStatus(
+            rank, "node", 12, "update", 41 - (rank == 1), 12.3, "waiting", False, False, STACK
+        )
         for rank in range(n_ranks)
     )
-    costs["hang reports read by a parent"] = cpu_seconds(reports.read)
-    return costs | {"rendezvous of all ranks": cpu_seconds(lambda: join_ranks(n_ranks))}
+    written = len(opened)
+
+    def lead() -> None:
+        text = describe_hang(of_first.read([], n_ranks, 0.0), n_ranks)
+        of_first.decide(text.partition("\n")[0])
+
+    def follow() -> None:
+        assert len(of_another.find()) == n_ranks
+        assert of_another.verdict().startswith(f"rank 1 of {n_ranks} ")
+
+    costs = {"first parent": cpu_seconds(lead)}
+    by_first = len(opened) - written
+    costs["another parent"] = cpu_seconds(follow)
+    by_another = len(opened) - written - by_first
+    costs["files opened by all parents"] = written + by_first + (n_ranks - 1) * by_another
+    return costs
+
+
+def measure_chunks(n_ranks: int, folder: Path) -> Costs:
+    """Merges what as many ranks of GPT-3 175B wrote, and reads the manifest as one of them.
+
+    Pipeline 8, tensor 4, ZeRO 3 over the data ranks; the lists of chunks are real, and stand for
+    files of values that are not there.
+    """
+    from trainyard.checkpoint.format import MANIFEST, Facts
+    from trainyard.checkpoint.save import ALONE, SavingRank, _join_and_publish
+
+    (partial := folder / "partial").mkdir()
+    n_chunks = int(run_child("--lists", n_ranks, partial))
+    facts = Facts(step=1, consumed_sequences=0, consumed_tokens=0, run={})
+    ranks, path = SavingRank(0, n_ranks, ALONE.agree), folder / "step-00000001"
+    costs = {
+        "chunks": float(n_chunks),
+        "merge by rank 0": cpu_seconds(
+            lambda: _join_and_publish(partial, path, facts, ranks, None)
+        ),
+        "manifest": float((path / MANIFEST).stat().st_size),
+    }
+    seconds, memory, n_opened = json.loads(run_child("--read", n_ranks, path))
+    costs |= {"manifest read by a rank": seconds, "memory of the manifest": memory}
+    return costs | {"files opened by a rank": n_opened}
+
+
+def parts_of_rank(rank: int, n_ranks: int) -> dict[str, Placement]:
+    """Names what a rank writes of the blocks of GPT-3 175B, as `measure_chunks` lays it out."""
+    from trainyard.architecture import parameters_of, stage_layers
+    from trainyard.config.load import load_run
+    from trainyard.parallel.placement import whole
+
+    (pipeline, tensor), n_layers = (8, 4), 96
+    data = n_ranks // (pipeline * tensor)
+    stage, data_rank, tensor_rank = rank // (data * tensor), rank // tensor % data, rank % tensor
+    bounds = n_layers // pipeline * stage, n_layers // pipeline * (stage + 1)
+    if stage not in _STAGES:
+        model = load_run("gpt3-175b").run.model
+        layers = stage_layers(model, model.vocabulary_size, bounds)
+        _STAGES[stage] = parameters_of(layers)
+    places: dict[str, Placement] = {}
+    for name, parameter in _STAGES[stage].items():
+        place = whole(parameter.shape)
+        if parameter.dimension is not None:
+            place = place.cut(parameter.dimension, tensor_rank, tensor)
+        elif tensor_rank:
+            continue  # the first tensor rank writes it
+        place = place.cut(0, data_rank, data)
+        if name.startswith("blocks.") and 0 not in place.local_shape:
+            states = [f"optimizer.{name}.{moment}" for moment in ("exp_avg", "exp_avg_sq")]
+            places |= dict.fromkeys([f"model.{name}", *states], place)
+    return places
+
+
+def write_lists(n_ranks: int, partial: Path) -> int:
+    """Writes each rank's list of chunks, as a save does; returns the number of chunks."""
+    import torch
+
+    from trainyard.checkpoint.format import StoredFile
+    from trainyard.checkpoint.save import (
+        ALONE,
+        RankManifest,
+        SavingRank,
+        _named_shards,
+        _write_flushed,
+        list_parts,
+        parts_name,
+    )
+
+    n_chunks = 0
+    for rank in range(n_ranks):
+        places = parts_of_rank(rank, n_ranks)
+        n_chunks += len(places)
+        tensors = {n: torch.empty(place.local_shape, device="meta") for n, place in places.items()}
+        shards = dict(_named_shards(tensors, SavingRank(rank, n_ranks, ALONE.agree)))
+        files = {
+            name: StoredFile(4096 + sum(tensor.nbytes for tensor in shard.values()), "0" * 64)
+            for name, shard in shards.items()
+        }
+        parts = list_parts(shards.values(), places)
+        _write_flushed(partial / parts_name(rank), RankManifest(parts, files))
+    return n_chunks
+
+
+def read_as_rank(n_ranks: int, path: Path) -> tuple[float, float, int]:
+    """Reads a manifest and finds the chunks of the last rank: CPU time, memory, files to open."""
+    from trainyard.checkpoint.format import load_manifest
+    from trainyard.checkpoint.load import find_chunks
+
+    places = parts_of_rank(n_ranks - 1, n_ranks)
+    files: list[int] = []
+    before = peak_bytes()
+    seconds = cpu_seconds(lambda: files.extend(find_chunks(load_manifest(path), places)))
+    return seconds, peak_bytes() - before, len(files)
 
 
 def join_ranks(n_ranks: int) -> None:
@@ -342,10 +492,37 @@ CELLS = {
             "manifest": BYTES,
             "memory of the manifest": BYTES,
             "files": COUNT,
-            "hang reports read by a parent": SECONDS,
             "rendezvous of all ranks": SECONDS,
         },
         measure_many_ranks,
+    ),
+    "chunks": Cell(
+        "ranks of GPT-3 175B",
+        (512, 2048, 8192),
+        (32, 64),
+        {
+            "chunks": COUNT,
+            "merge by rank 0": SECONDS,
+            "manifest read by a rank": SECONDS,
+            "manifest": BYTES,
+            "memory of the manifest": BYTES,
+            "files opened by a rank": COUNT,
+        },
+        measure_chunks,
+    ),
+    "groups": Cell(
+        "ranks in groups",
+        (512, 2048, 8192),
+        (32, 64),
+        {"create the groups of a rank": SECONDS, "groups of a rank": COUNT},
+        measure_groups,
+    ),
+    "hang": Cell(
+        "ranks of a hang",
+        (8, 128, 1024, 8192),
+        (2, 4),
+        {"first parent": SECONDS, "another parent": SECONDS, "files opened by all parents": COUNT},
+        measure_hang,
     ),
     "files": Cell(
         "files of a corpus",
@@ -382,11 +559,18 @@ CELLS = {
 
 
 def be_child() -> None:
-    """Is one rank of a run in a folder, or reads the manifest of a checkpoint."""
+    """Is one rank of a run in a folder, or writes or reads what a checkpoint's ranks need."""
     *options, place = sys.argv[1:]
-    if options:
-        print(weigh_manifest(Path(place)))
-        return
+    match options:
+        case ["--manifest"]:
+            print(weigh_manifest(Path(place)))
+            return
+        case ["--lists", n_ranks]:
+            print(write_lists(int(n_ranks), Path(place)))
+            return
+        case ["--read", n_ranks]:
+            print(json.dumps(read_as_rank(int(n_ranks), Path(place))))
+            return
     from trainyard.launch.environment import read_process
 
     path = Path(place) / f"rank-{read_process().rank:05d}.json"

@@ -56,8 +56,11 @@ def rows(record: Figures) -> Iterator[str]:
 
 def render_table(record: Figures) -> str:
     """Renders the table, after the commit and machine of the record."""
-    source = f"Commit {record['commit']}, {record['date']}, {record['machine']}.\n\n"
-    return source + HEAD + "".join(rows(record))
+    source = f"Commit {record['commit']}, {record['date']}, {record['machine']}"
+    for cell in record["cells"].values():  # measured anew, alone
+        if "commit" in cell:
+            source += f"; {cell['counted']}: commit {cell['commit']}, {cell['date']}"
+    return f"{source}.\n\n{HEAD}{''.join(rows(record))}"
 
 
 def write_page(record: Figures) -> None:

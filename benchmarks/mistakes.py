@@ -1,6 +1,7 @@
 """Forty mistakes of new users: what Trainyard answers, its exit code and time, before and after.
 
     python -m benchmarks.mistakes --before OTHER_CHECKOUT    a few minutes; writes record and page
+    python -m benchmarks.mistakes                            the same, "before" as it was recorded
     python -m benchmarks.mistakes --page                     the page alone, from its record
 
 Each command is a real process in a fresh copy of one small folder: a book, token files, a run of
@@ -98,7 +99,7 @@ MISTAKES: dict[str, list[Mistake]] = {
         Mistake(
             "train small.toml name=new model.sequence_length=300_000", "does not fit in memory"
         ),
-        Mistake("plan gpt3-175b --gpu h100-80g --gpus 8", "does not fit"),
+        Mistake("plan gpt3-175b --gpu h100-80g --gpus 8", "no layout fits"),
         Mistake("train small.toml name=new --ranks 3", "nearest that works: 2 ranks"),
         Mistake("launch small.toml --cluster lummi", "did you mean lumi?"),
     ],
@@ -196,9 +197,10 @@ PAGE_HEAD = """# Mistakes
 What new users type wrong, and what Trainyard answers. Exit code 2 says that the user can fix it.
 Each command ran in a folder with a book, its token files, a run `small` of four steps, and files as
 other programs leave them (`benchmarks/mistakes.py` makes it).
-"Before" is commit {before}, "now" {now}: exit code and seconds, the median of three starts
-(one start if over three seconds) on {machine}. Starting Python and the command line takes about
-{floor} of these seconds. What a checkpoint or the memory decides takes longer: it imports torch.
+"Before" is commit {before} on {date_before}, "now" {now} on {date}: exit code and seconds, the
+median of three starts (one start if over three seconds) on {machine}. Starting Python and the
+command line takes about {floor} of these seconds. What a checkpoint or the memory decides takes
+longer: it imports torch.
 
 Written by `python -m benchmarks.mistakes` from `benchmarks/records/{record}`.
 """
@@ -207,7 +209,7 @@ Written by `python -m benchmarks.mistakes` from `benchmarks/records/{record}`.
 def page() -> str:
     """Returns docs/mistakes.md, from its record."""
     record = json.loads(RECORD.read_text(encoding="utf-8"))
-    facts = {key: record[key] for key in ("before", "now", "machine")}
+    facts = {key: record[key] for key in ("before", "date_before", "now", "date", "machine")}
     floor = min(each["seconds"] for each in record["answers_now"].values())
     parts = [PAGE_HEAD.format(**facts, floor=floor, record=RECORD.name)]
     for title, mistakes in MISTAKES.items():
@@ -230,15 +232,16 @@ def main() -> None:
     parser.add_argument("--page", action="store_true", help="write the page alone")
     arguments = parser.parse_args()
     if not arguments.page:
-        if arguments.before is None:
-            parser.error("--before is required")
-        record = {
-            "date": time.strftime("%Y-%m-%d %H:%M"),
+        record = json.loads(RECORD.read_text(encoding="utf-8"))
+        today = time.strftime("%Y-%m-%d")
+        if arguments.before:
+            record["before"], record["date_before"] = commit_of(arguments.before), today
+            record["answers_before"] = measure(arguments.before)
+        record |= {
+            "date": today,
             "machine": f"{platform.machine()}, {os.cpu_count()} cores, shared with other work",
             "command": "python -m benchmarks.mistakes --before OTHER_CHECKOUT",
-            "before": commit_of(arguments.before),
             "now": commit_of(ROOT),
-            "answers_before": measure(arguments.before),
             "answers_now": measure(ROOT),
         }
         RECORD.write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")

@@ -38,7 +38,7 @@ from trainyard.cli.help import PROGRAM
 from trainyard.cli.main import app
 from trainyard.cli.plan import plan
 from trainyard.errors import MachineError
-from trainyard.export.megatron_flags import flag_table
+from trainyard.export.foreign import flag_table
 from trainyard.units import format_seconds
 
 ROOT = Path(__file__).parents[1]

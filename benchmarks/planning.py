@@ -3,6 +3,7 @@
     python benchmarks/planning.py FOLDER --fit --output planning.json  # fits and judges constants
     python benchmarks/planning.py FOLDER                               # judges the shipped ones
     python benchmarks/planning.py --unseen FOLDER                      # rows nobody looked at
+    python benchmarks/planning.py --rows FOLDER                        # rows of many sources
     python benchmarks/planning.py                                      # published tables alone
 
 FOLDER holds `single.csv` and `multi.csv`, iteration times of Megatron-DeepSpeed on A100s with full
@@ -29,6 +30,7 @@ from pathlib import Path
 from typing import Any
 
 from measuring import describe_machine, render
+from planning_published import judge_published, read_published, show_published
 from planning_tables import (
     COMPOSER,
     MEGATRON_DEEPSPEED,
@@ -211,6 +213,7 @@ def main() -> None:
     parser.add_argument("--fit", action="store_true", help="cross-validate, and fit on all rows")
     parser.add_argument("--folds", type=int, default=5)
     parser.add_argument("--unseen", type=Path, help="rows that no term and no constant is from")
+    parser.add_argument("--rows", type=Path, help="folder of published_2026.csv")
     parser.add_argument("--output", type=Path)
     arguments = parser.parse_args()
     machine = replace(find_machine(gpu="a100-80g"), network_bytes_per_second=NETWORK)
@@ -231,6 +234,9 @@ def main() -> None:
     if arguments.unseen:
         rows = read_rows(arguments.unseen)
         record["unseen"] = judge(rows, [predict(row, machine) for row in rows])
+    if arguments.rows:
+        record["rows of many sources"] = judge_published(read_published(arguments.rows))
+        print(show_published(record["rows of many sources"]))
     record["published"] = published_rows()
     record["FSDP, its program"] = judge_composer(COMPOSER)
     record["FSDP, as this program"] = judge_composer(None)

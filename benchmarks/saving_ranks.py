@@ -39,7 +39,7 @@ from trainyard.checkpoint.load import load_into
 from trainyard.checkpoint.save import SavingRank, save_checkpoint
 from trainyard.config.load import load_run
 from trainyard.errors import CheckpointError
-from trainyard.parallel.placement import TensorShard, local_part, place
+from trainyard.parallel.placement import local_part, place
 
 FACTS = Facts(step=1, consumed_sequences=0, consumed_tokens=0, run={})
 State = dict[str, DTensor]
@@ -54,16 +54,20 @@ class Format:
 
 
 def ours() -> Format:
+    def agree(text: str | None) -> str | None:
+        dist.barrier()
+        return text
+
     def write(state: State, folder: Path) -> None:
         tensors = {name: local_part(tensor) for name, tensor in state.items()}
-        places = {name: place(tensor, None, TensorShard(0, 1)) for name, tensor in state.items()}
+        places = {name: place(tensor) for name, tensor in state.items()}
         n_bytes = sum(tensor.numel() * tensor.element_size() for tensor in state.values())
-        ranks = SavingRank(dist.get_rank(), dist.get_world_size(), dist.barrier)
+        ranks = SavingRank(dist.get_rank(), dist.get_world_size(), agree)
         save_checkpoint(folder, FACTS, tensors, places, ranks, n_bytes)
 
     def read(state: State, folder: Path) -> None:
         tensors = {name: local_part(tensor) for name, tensor in state.items()}
-        places = {name: place(tensor, None, TensorShard(0, 1)) for name, tensor in state.items()}
+        places = {name: place(tensor) for name, tensor in state.items()}
         load_into(folder / "step-00000001", tensors, 50257, places)
 
     return Format(write, read)

@@ -206,7 +206,7 @@ def main() -> None:
     arguments = parser.parse_args()
     torch.set_num_threads(arguments.threads)
     warnings.filterwarnings("ignore", category=FutureWarning)
-    keep_freed_memory()
+    keep_freed_memory(1)
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     record = describe_machine(["torch"]) | {"threads": arguments.threads}
     with tempfile.TemporaryDirectory() as folder:

@@ -3,14 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable
-from importlib.metadata import version
-from typing import TYPE_CHECKING, Any
+from typing import Any
 from zlib import crc32
 
 import pytest
-
-if TYPE_CHECKING:
-    from trainyard.config.run import Run
 
 
 def everyday(cases: Iterable[Any], chosen: Collection[Any]) -> list[Any]:
@@ -30,15 +26,6 @@ def everyday(cases: Iterable[Any], chosen: Collection[Any]) -> list[Any]:
         )
         for case in cases
     ]
-
-
-def skip_if_torch_is_old(run: Run) -> None:
-    """Skips a run that the installed torch is refused for."""
-    from trainyard.training.run_folder import FIRST_WITH_ZERO_BUBBLE
-
-    torch = tuple(int(number) for number in version("torch").split(".")[:2])
-    if run.parallel.schedule == "zero_bubble" and torch < FIRST_WITH_ZERO_BUBBLE:
-        pytest.skip("needs torch 2.13")
 
 
 def is_in_part(name: str, part: str) -> bool:

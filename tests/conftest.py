@@ -24,16 +24,19 @@ if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--layouts", type=int, default=3, help="how many test_layout_walk.py visits")
     parser.addoption("--part", default="1/1", help="of the cases marked `table`, such as 2/3")
+    parser.addoption("--rest", default="1/1", help="of other exhaustive tests, such as 1/2")
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Leaves out the cases of tables that are in other parts."""
-    part = config.getoption("part")
-    left_out = {
-        item
-        for item in items
-        if item.get_closest_marker("table") and not is_in_part(item.nodeid, part)
-    }
+    """Leaves out the cases of tables, and the exhaustive tests, that are in other parts."""
+
+    def is_left_out(item: pytest.Item) -> bool:
+        is_of_table = item.get_closest_marker("table") is not None
+        if not is_of_table and item.get_closest_marker("exhaustive") is None:
+            return False
+        return not is_in_part(item.nodeid, config.getoption("part" if is_of_table else "rest"))
+
+    left_out = set(filter(is_left_out, items))
     config.hook.pytest_deselected(items=[*left_out])
     items[:] = [item for item in items if item not in left_out]
 

@@ -17,7 +17,7 @@ Sections = dict[str, dict[str, Any]]
 
 SIZES = {
     **{"tp": "tensor", "pp": "pipeline", "cp": "context"},
-    **{"hsdp": "data_replicate", "zero": "zero_stage"},
+    **{"hsdp": "data_replicate", "zero": "zero_stage", "ep": "expert"},
 }
 MODEL: dict[str, dict[str, Any]] = {
     "dropout": {"dropout": 0.2},
@@ -30,6 +30,8 @@ MODEL: dict[str, dict[str, Any]] = {
     "rms": {"norm": "rms"},
     "swiglu": {"mlp": "swiglu"},
     "grouped": {"n_heads": 8, "n_key_value_heads": 4},
+    "multi-query": {"n_key_value_heads": 1},
+    "few-keys": {"n_heads": 8, "n_key_value_heads": 2},
     "head-norm": {"query_key_norm": "head"},
     "all-norm": {"query_key_norm": "all"},
     "norm-after": {"norm_place": "after"},
@@ -42,6 +44,16 @@ LLAMA = {
     for key, value in MODEL[word].items()
 }
 MODEL["modern"] = LLAMA | MODEL["head-norm"]
+MODEL["experts"] = {
+    **MODEL["swiglu"] | MODEL["no-bias"],
+    **{"n_experts": 8, "n_active_experts": 2, "d_expert": 96},
+}
+MODEL["deepseek"] = MODEL["experts"] | {
+    **{"n_shared_experts": 2, "n_dense_blocks": 1, "router": "sigmoid", "balance": "bias"},
+    **{"n_expert_groups": 4, "n_active_groups": 2},
+}
+# Every token uses all experts: their load is equal, whatever the router chooses.
+MODEL["equal-load"] = MODEL["experts"] | {"n_active_experts": 8}
 MODEL["olmo"] = LLAMA | MODEL["all-norm"] | MODEL["norm-after"]
 WORDS: dict[str, Sections] = {
     "sequence": {"parallel": {"sequence": True}},
@@ -53,10 +65,12 @@ WORDS: dict[str, Sections] = {
     "zero-bubble": {"parallel": {"schedule": "zero_bubble"}},
     "zero-bubble-chunks": {"parallel": {"schedule": "zero_bubble", "chunks": 2}},
     "recompute-block": {"parallel": {"recompute": "block"}},
+    "half": {"parallel": {"recompute_share": 0.5}},
     "recompute-attention": {"parallel": {"recompute": "attention"}},
     **{word: {"model": fields} for word, fields in MODEL.items()},
     "muon": {"optimizer": {"kind": "muon"}},
     "gather": {"precision": {"fp8": {"all_gather": True}}},
+    "reduce-bf16": {"parallel": {"reduce_format": "bf16"}},
     "rowwise": {"precision": {"fp8": {"scaling": "rowwise"}}},
     "emulated": {"precision": {"fp8": {"emulate": True}}},
     **{kind: {"precision": {"kind": kind}} for kind in ("fp32", "bf16", "fp16", "fp8")},
@@ -81,7 +95,8 @@ class Layout:
         """Its ranks along each axis."""
         sizes = {axis: self.parallel.get(axis, 1) for axis in ("pipeline", "context", "tensor")}
         replicate = self.parallel.get("data_replicate", 1)
-        return Topology(replicate=replicate, shard=self.data // replicate, **sizes)
+        expert = self.parallel.get("expert", 1)
+        return Topology(replicate=replicate, shard=self.data // replicate, expert=expert, **sizes)
 
     @property
     def n_ranks(self) -> int:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import faulthandler
 import multiprocessing
 import os
+import threading
 import time
 import traceback
 from collections.abc import Callable
@@ -17,6 +18,21 @@ from tests.waiting import WATCHDOG_SECONDS, prepare_fork
 
 Found = TypeVar("Found")
 Pipes = list[tuple[Connection, Connection]]
+
+
+class Agreement:
+    """What `Mesh.agree` does, between threads."""
+
+    def __init__(self, n: int) -> None:
+        self._texts: list[str | None] = [None] * n
+        self._barrier = threading.Barrier(n, timeout=WATCHDOG_SECONDS)
+
+    def agree(self, rank: int, text: str | None) -> str | None:
+        self._texts[rank] = text
+        self._barrier.wait()
+        found = next((text for text in self._texts if text is not None), None)
+        self._barrier.wait()
+        return found
 
 
 class RankError(Exception):

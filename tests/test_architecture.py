@@ -8,7 +8,13 @@ import torch
 from tests.circles import everyday
 
 from trainyard import architecture as subject
-from trainyard.architecture import padded_vocabulary_size, parameter_counts, parameter_shapes
+from trainyard.architecture import (
+    count_idle,
+    padded_vocabulary_size,
+    parameter_count,
+    parameter_counts,
+    parameter_shapes,
+)
 from trainyard.config.load import load_run, preset_names
 from trainyard.config.run import Model
 from trainyard.model.gpt import GPT
@@ -22,7 +28,16 @@ def test_vocabulary_is_padded_as_in_megatron() -> None:
     assert padded_vocabulary_size(Model(vocabulary_size=7, vocabulary_multiple=1)) == 7
 
 
-FAMILIES = ("gpt3-125m", "llama-3.2-1b", "qwen3-0.6b", "olmo-2-1b", "demo", "modern-350m")
+FAMILIES = (
+    "gpt3-125m",
+    "llama-3.2-1b",
+    "qwen3-0.6b",
+    "olmo-2-1b",
+    "demo",
+    "modern-350m",
+    "olmoe-1b-7b",
+    "deepseek-moe-16b",
+)
 
 
 def real_shapes(model: Model, padded: int) -> dict[str, tuple[int, ...]]:
@@ -51,6 +66,21 @@ def test_shapes_of_the_widest_presets(n_layers: int) -> None:
     model = load_run(f"polaris-gpt1t-{n_layers}l").run.model
     padded = padded_vocabulary_size(model, 8)
     assert parameter_shapes(model, padded) == real_shapes(model, padded)
+
+
+MIXTRAL = {"n_layers": 32, "d_model": 4096, "d_ff": 14336, "n_heads": 32, "n_key_value_heads": 8}
+PARTS = {"mlp": "swiglu", "norm": "rms", "positions": "rotary", "bias": False}
+
+
+def test_parameters_that_a_token_uses() -> None:
+    """Mixtral 8x7B has 46.7 billion and uses 12.9 billion (arXiv:2401.04088: 47B, 13B)."""
+    fields = {**MIXTRAL, **PARTS, "n_experts": 8, "tied_embeddings": False, "dropout": 0}
+    model = Model(vocabulary_size=32000, **fields)
+    n_parameters = parameter_count(model, 32000)
+    assert (n_parameters, n_parameters - count_idle(model)) == (46_702_792_704, 12_879_925_248)
+    first_dense = model.model_copy(update={"n_dense_blocks": 8, "n_shared_experts": 1})
+    assert count_idle(first_dense) == count_idle(model) * 24 // 32
+    assert count_idle(model.model_copy(update={"n_experts": 0})) == 0
 
 
 DIMENSIONS = {

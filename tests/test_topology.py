@@ -18,9 +18,9 @@ some_axes = st.lists(st.sampled_from(AXES), unique=True)
 def test_the_worked_example() -> None:
     topology = Topology(pipeline=2, shard=2, tensor=2)
     assert (topology.n_ranks, topology.data) == (8, 2)
-    assert topology.groups(["tensor"]) == [[0, 1], [2, 3], [4, 5], [6, 7]]
-    assert topology.groups(["shard"]) == [[0, 2], [1, 3], [4, 6], [5, 7]]
-    assert topology.groups(["pipeline", "shard"]) == [[0, 2, 4, 6], [1, 3, 5, 7]]
+    assert topology.group(5, ["tensor"]) == [4, 5]
+    assert topology.group(5, ["shard"]) == [5, 7]
+    assert topology.group(5, ["pipeline", "shard"]) == [1, 3, 5, 7]
     assert topology.coordinates(5) == Coordinates(pipeline=1, tensor=1)
     assert Topology(replicate=3, shard=2).data == 6
 
@@ -37,10 +37,12 @@ def test_ranks_count_the_places_with_tensor_fastest(topology: Topology) -> None:
 def test_groups_part_the_ranks_and_differ_in_their_axes_alone(
     topology: Topology, axes: list[str]
 ) -> None:
-    groups = topology.groups(axes)
-    assert sorted(itertools.chain(*groups)) == list(range(topology.n_ranks))
-    assert groups == sorted(groups)
-    for group in groups:
+    left = set(range(topology.n_ranks))
+    while left:
+        group = topology.group(min(left), axes)
+        assert left.issuperset(group)
+        left -= set(group)
+        assert topology.group(group[-1], axes) == group
         assert group == sorted(group)
         places = [topology.coordinates(rank) for rank in group]
         for axis in AXES:

@@ -7,7 +7,16 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from trainyard import units
-from trainyard.units import Length, format_count, parse_count, parse_duration, parse_length
+from trainyard.units import (
+    Duration,
+    Length,
+    format_count,
+    parse_count,
+    parse_duration,
+    parse_interval,
+    parse_length,
+    parse_points,
+)
 
 
 @pytest.mark.parametrize(
@@ -50,6 +59,13 @@ def test_printed_lengths_read_back(amount: int, unit: str) -> None:
     length = Length(amount, unit)  # type: ignore[arg-type]
     assert parse_length(str(length)) == length
     assert parse_length(length) is length
+
+
+def test_points_read_back() -> None:
+    points = parse_points("0: 0, 1,500 steps: 6e-4, 2k steps: .5, 1B tokens: 1e-5")
+    assert [rate for _, rate in points.points] == [0, 6e-4, 0.5, 1e-5]
+    assert str(points) == "0 steps: 0.0, 1.5k steps: 0.0006, 2k steps: 0.5, 1B tokens: 1e-05"
+    assert parse_points(str(points)) == points and str(parse_points("")) == ""
 
 
 @pytest.mark.parametrize(
@@ -107,3 +123,20 @@ def test_durations() -> None:
 def test_what_is_not_a_duration(text: str) -> None:
     with pytest.raises(ValueError, match="is not a duration such as '1 week', '10 days' or"):
         parse_duration(text)
+
+
+@given(st.integers(1, 10**9))
+def test_times_are_read_as_they_are_written(seconds: int) -> None:
+    assert parse_interval(str(Duration(seconds))) == Duration(seconds)
+
+
+def test_intervals() -> None:
+    values = {"30 minutes": Duration(1800), "1.5 hours": Duration(5400), 500: 500, 0: 0}
+    values |= {"2.5k steps": 2500, "1 second": Duration(1), "0.5 seconds": Duration(1)}
+    assert {value: parse_interval(value) for value in values} == values
+    assert [str(Duration(n)) for n in (60, 90, 5400, 7200)] == [
+        *("1 minute", "90 seconds", "90 minutes", "2 hours")
+    ]
+    for wrong in ("30", "500 sequences", "0 minutes", -1, 1.5, True, None, "soon"):
+        with pytest.raises(ValueError, match="is not an interval; write a time or steps"):
+            parse_interval(wrong)

@@ -425,7 +425,9 @@ def run(title: str, command: list[str], variables: Mapping[str, str]) -> str | N
                     print(f"\r  {title} ... {time.monotonic() - started:.0f} s", end="", flush=True)
         except BaseException:
             process.kill()
-            process.wait()
+            # `process.wait` may hang: an interrupt just after it took its lock leaves that taken.
+            with contextlib.suppress(ChildProcessError):
+                os.waitpid(process.pid, 0)
             raise
         said.seek(0)
         output = said.read().decode("utf-8", "replace")

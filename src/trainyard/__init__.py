@@ -14,6 +14,7 @@ _MODULES = {
     **{"Checkpoint": "api.checkpoints", "generate": "api.checkpoints"},
     **{"evaluate": "api.checkpoints", "evaluate_tasks": "api.checkpoints"},
     "read_metrics": "report.metrics",
+    "fit_law": "sweeps.law",
     "TrainyardError": "errors",
 }
 __all__ = ["__version__", *_MODULES]

@@ -8,5 +8,6 @@ from trainyard.api.running import prepare as prepare
 from trainyard.api.running import train as train
 from trainyard.errors import TrainyardError as TrainyardError
 from trainyard.report.metrics import read_metrics as read_metrics
+from trainyard.sweeps.law import fit_law as fit_law
 
 __version__: str

@@ -109,6 +109,10 @@ class CheckpointError(UserError):
     """A checkpoint is missing, damaged, or does not belong to this run."""
 
 
+class NewerFormatError(CheckpointError):
+    """A checkpoint is intact, but only a newer version reads it: nobody may pass over it."""
+
+
 class LaunchError(UserError):
     """A job cannot be written or submitted."""
 

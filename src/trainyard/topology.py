@@ -8,18 +8,19 @@ ranks are neighbours, since they communicate most. 8 ranks as 2 pipeline x 2 sha
     shard       0  0  1  1  0  0  1  1
     tensor      0  1  0  1  0  1  0  1
 
-    groups(["tensor"])             [0, 1] [2, 3] [4, 5] [6, 7]
-    groups(["shard"])              [0, 2] [1, 3] [4, 6] [5, 7]
-    groups(["pipeline", "shard"])  [0, 2, 4, 6] [1, 3, 5, 7]
+    group(5, ["tensor"])             [4, 5]
+    group(5, ["shard"])              [5, 7]
+    group(5, ["pipeline", "shard"])  [1, 3, 5, 7]
 
 `replicate` x `shard` is the data parallel size: ZeRO shards over `shard` and `context` together,
-and keeps a copy in each `replicate`.
+and keeps a copy in each `replicate`. Of these ranks, `expert` neighbours share the experts.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from itertools import product
 
 AXES = ("pipeline", "replicate", "shard", "context", "tensor")
 
@@ -44,6 +45,8 @@ class Topology:
     shard: int = 1
     context: int = 1
     tensor: int = 1
+    expert: int = 1
+    """Ranks that share experts: not an axis, but neighbours in `shard` x `context`."""
 
     @property
     def n_ranks(self) -> int:
@@ -73,13 +76,31 @@ class Topology:
             rank = rank * size + place
         return rank
 
-    def groups(self, axes: Sequence[str]) -> list[list[int]]:
-        """Lists every group of ranks that differ only along these axes, each in rising order."""
-        groups: dict[Coordinates, list[int]] = {}
-        for rank in range(self.n_ranks):
-            rest = replace(self.coordinates(rank), **dict.fromkeys(axes, 0))
-            groups.setdefault(rest, []).append(rank)
-        return list(groups.values())
+    def group(self, rank: int, axes: Sequence[str]) -> list[int]:
+        """Lists the ranks that differ from one only along these axes, in rising order."""
+        here = self.coordinates(rank)
+        choices = [
+            range(getattr(self, axis)) if axis in axes else (getattr(here, axis),) for axis in AXES
+        ]
+        return [self.rank(Coordinates(*place)) for place in product(*choices)]
+
+    def expert_rank(self, rank: int) -> int:
+        """Returns a rank's index among those that share experts."""
+        here = self.coordinates(rank)
+        return (here.shard * self.context + here.context) % self.expert
+
+    def expert_group(self, rank: int) -> list[int]:
+        """Lists the ranks that share experts with one."""
+        near = self.group(rank, ("shard", "context"))
+        first = near.index(rank) // self.expert * self.expert
+        return near[first : first + self.expert]
+
+    def same_experts(self, rank: int) -> list[list[int]]:
+        """Lists the ranks that have the same experts as one, replica by replica."""
+        near = self.group(rank, ("replicate", "shard", "context"))
+        n = self.shard * self.context
+        replicas = (near[start : start + n] for start in range(0, len(near), n))
+        return [ranks[self.expert_rank(rank) :: self.expert] for ranks in replicas]
 
 
 def name_ranks(ranks: Sequence[int]) -> str:

@@ -10,7 +10,7 @@ from typing import Literal, get_args
 LengthUnit = Literal["tokens", "sequences", "steps"]
 
 _PREFIXES = {"": 1, "k": 10**3, "K": 10**3, "M": 10**6, "B": 10**9, "G": 10**9, "T": 10**12}
-_SECONDS = {"minute": 60, "hour": 3600, "day": 86400, "week": 7 * 86400}
+_SECONDS = {"second": 1, "minute": 60, "hour": 3600, "day": 86400, "week": 7 * 86400}
 # A comma may only group three digits, and 10.000 is refused: in much of the world they are swapped.
 _COUNT = re.compile(
     r"(?![0-9]+\.[0-9]{3}$)((?:[1-9][0-9]{0,2}(?:,[0-9]{3})+|[0-9][0-9_]*)(?:\.[0-9]+)?)\s*([kKMBGT]?)"
@@ -26,6 +26,33 @@ class Length:
 
     def __str__(self) -> str:
         return f"{format_count(self.amount)} {self.unit}"
+
+
+@dataclass(frozen=True)
+class Duration:
+    """A time in whole seconds."""
+
+    seconds: int
+
+    def __str__(self) -> str:
+        unit = [each for each, length in _SECONDS.items() if self.seconds % length == 0][-1]
+        number = self.seconds // _SECONDS[unit]
+        return f"{number} {unit}{'' if number == 1 else 's'}"
+
+
+@dataclass(frozen=True)
+class RatePoints:
+    """Learning rates at positions of a run."""
+
+    points: tuple[tuple[Length, float], ...] = ()
+
+    def __str__(self) -> str:
+        return ", ".join(f"{length}: {rate}" for length, rate in self.points)
+
+    def scaled(self, n: int, whole: int) -> RatePoints:
+        """Multiplies positions by n / whole."""
+        scaled = ((Length(p.amount * n // whole, p.unit), rate) for p, rate in self.points)
+        return RatePoints(tuple(scaled))
 
 
 def parse_count(text: str) -> int:
@@ -62,6 +89,29 @@ def parse_length(value: object) -> Length:
         f"{value!r} is not a length; write an amount and a unit, "
         "such as '300B tokens', '1.5M sequences' or '2000 steps'"
     )
+
+
+def parse_points(value: object) -> RatePoints:
+    """Parses "0: 0, 2000 steps: 6e-4, 1B tokens: 6e-5"; empty text: no points.
+
+    Raises:
+        ValueError: an entry is not a length and a rate, or there are fewer than two.
+    """
+    if isinstance(value, RatePoints):
+        return value
+    points = []
+    for entry in re.split(r",\s+", str(value).strip()) if value else []:
+        position, _, rate = (word.strip() for word in entry.partition(":"))
+        if not re.fullmatch(r"([0-9]+\.?[0-9]*|\.[0-9]+)([eE][-+]?[0-9]+)?", rate):
+            raise ValueError(
+                f"{entry!r} is not a position and a learning rate; write points such as "
+                "'0: 0, 2000 steps: 6e-4, 1B tokens: 6e-5'"
+            )
+        length = Length(0, "steps") if position == "0" else parse_length(position)
+        points.append((length, float(rate)))
+    if points and (len(points) < 2 or not 0 < max(rate for _, rate in points) < math.inf):
+        raise ValueError(f"{value!r} needs two points at least, and a rate that is positive")
+    return RatePoints(tuple(points))
 
 
 def format_count(count: int) -> str:
@@ -135,6 +185,26 @@ def parse_duration(text: str) -> float:
     if not match or match[2] not in _SECONDS or not float(match[1]):
         raise ValueError(f"{text!r} is not a duration such as '1 week', '10 days' or '36 hours'")
     return float(match[1]) * _SECONDS[match[2]]
+
+
+def parse_interval(value: object) -> int | Duration:
+    """Parses "30 minutes" as a time and "500 steps" as 500; a whole number counts steps.
+
+    Raises:
+        ValueError: the value is neither a positive time nor a number of steps.
+    """
+    if isinstance(value, Duration) or (type(value) is int and value >= 0):
+        return value
+    try:
+        text = value if isinstance(value, str) else ""
+        if text.endswith(" steps"):
+            return parse_length(text).amount
+        return Duration(math.ceil(parse_duration(text)))
+    except ValueError:
+        raise ValueError(
+            f"{value!r} is not an interval; write a time or steps, such as '30 minutes' or "
+            "'500 steps'"
+        ) from None
 
 
 def parse_shares(text: str) -> list[float]:

@@ -55,7 +55,9 @@ def test_a_plan_is_the_one_of_the_command() -> None:
     assert report.plan.n_ranks == 8 and report.fits and report.time is not None
     assert str(report) == render_plan(report).plain
     assert plan_as_json(report)["fits"] is True
-    assert not trainyard.plan("gpt3-175b", gpu="h100", gpus=1).fits
+    assert not trainyard.plan(trainyard.load_run("gpt3-175b"), gpu="h100", gpus=1).fits
+    with pytest.raises(trainyard.TrainyardError, match="no layout fits on 1 device"):
+        trainyard.plan("gpt3-175b", gpu="h100", gpus=1)
     with pytest.raises(trainyard.TrainyardError, match="0 devices"):
         trainyard.plan("gpt3-1.3b", gpu="h100", gpus=0)
 

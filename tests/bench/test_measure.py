@@ -44,11 +44,13 @@ class Counter:
         return torch.zeros(())
 
 
-def time_steps(folder: Path, seconds: float) -> tuple[int, list[float]]:
+def time_steps(
+    folder: Path, seconds: float, clock: StepClock | None = None
+) -> tuple[int, list[float]]:
     counter = Counter()
     mesh = build_mesh(resolve(load_run("tiny").run, 1).topology, 0, torch.device("cpu"))
     job = BenchJob(Steps(5, 10), has_breakdown=False, seconds=seconds)
-    found = measure(counter, job, Timeline(cast(Any, StepClock())), mesh, folder)
+    found = measure(counter, job, Timeline(cast(Any, clock or StepClock())), mesh, folder)
     return counter.n_steps, found["step_seconds"]
 
 
@@ -56,6 +58,14 @@ def test_steps_are_timed_for_as_long_as_asked(tmp_path: Path) -> None:
     assert time_steps(tmp_path, 0.0) == (15, [0.25] * 10)
     assert time_steps(tmp_path, 4.0) == (21, [0.25] * 16)
     assert time_steps(tmp_path, 0.5) == (15, [0.25] * 10)
+
+
+def test_no_step_has_the_time_of_a_full_collection(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    clock = StepClock()
+    monkeypatch.setattr(gc, "collect", clock.mark)
+    assert time_steps(tmp_path, 0.0, clock) == (15, [0.25] * 10)
 
 
 @pytest.mark.parametrize("kind", ["fp32", "fp8_lowbit"])

@@ -58,7 +58,21 @@ def test_what_learns_best(tmp_path: Path) -> None:
     assert record["target_loss"] == max(record["gpt3 adamw"]["final_losses"])
 
 
-CELLS = ["tensors", "saving", "devices", "depth", "ranks"]
+@pytest.mark.exhaustive
+def test_experts_against_dense_models(tmp_path: Path) -> None:
+    text = tmp_path / "pages.txt"
+    pages = sorted((ROOT / "docs").rglob("*.md"))
+    text.write_text("\n\n".join(page.read_text(encoding="utf-8") for page in pages))
+    record = measure("experts.py", str(text), "--steps=20", "--seeds=1")
+    dense, experts = record["dense"], record["experts, loss"]
+    for kind in ("dense, as much CPU time", "experts, bias", "experts, no balance"):
+        assert record[kind]["mean_held_out"] < math.log(1024)
+    assert dense["imbalance"] == [None] and 1 < experts["imbalance"][0] <= 4
+    # Six of eight experts of each block are idle: three matrices of 96 x 128 each, and the router.
+    assert experts["parameters"] - dense["parameters"] == 4 * (6 * 3 * 96 * 128 + 8 * 96)
+
+
+CELLS = ["tensors", "saving", "chunks", "devices", "depth", "ranks"]
 
 
 @pytest.mark.parametrize(
@@ -80,7 +94,7 @@ def test_growth_fits_slopes(cells: list[str], tmp_path: Path) -> None:
             assert len(cost["sizes"]) == len(cost["values"]) >= 2
             assert f">{name} {growth_page.show_slope(cost)}<" in picture
             assert f"| {cell['counted']} | " in table and f"| {name}" in table
-    for name in {"tensors", "saving"} & {*cells}:  # bytes are the same on every machine
+    for name in {"tensors", "saving", "chunks"} & {*cells}:  # bytes are the same on every machine
         assert record["cells"][name]["costs"]["manifest"]["slope"] < growth_page.STEEP
 
 

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from benchmarks.gpu import runs
 from tests.benchmarks.running import run
 
 from benchmarks import peers, suite
@@ -56,6 +57,13 @@ def check_losses(cell: dict[str, Any]) -> None:
     assert nanogpt is None or nanogpt["first_loss"] == pytest.approx(ours["first_loss"], rel=bound)
     for row in cell["candidates"].values():
         assert row["last_loss"] < row["first_loss"]
+
+
+def test_steps_of_the_gpus_record_have_these_tokens() -> None:
+    for name in suite.read_gpu()[2]:
+        run = runs.load(name, is_small=False)
+        n_tokens = run.train.global_batch_size * run.model.sequence_length
+        assert n_tokens == suite.GPU_STEP_TOKENS.get(name, 65_536)
 
 
 @pytest.mark.parametrize("table", suite.TABLES, ids=lambda table: table.render.__name__)

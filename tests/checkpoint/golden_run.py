@@ -2,8 +2,9 @@
 
 Each was made by the code of its time at step 4 of 8, with these overrides of the preset `tiny` and
 these token files in the current folder: format 1 by da6fe9b, format 2 by 1c276f2, format 3 by
-50316b4 (`git archive COMMIT src`, then PYTHONPATH), the current one by the code that added them. In
-their manifests `platform`, `machine` and `commit` were replaced, and the checksums made anew.
+50316b4, and with a micro batch of 2 on two ranks with ZeRO 1 by d527c300 (`git archive COMMIT src`,
+then PYTHONPATH), the current one by the code that added it. In their manifests `platform`,
+`machine`, `commit` and `command` were replaced, and the checksums made anew.
 """
 
 from __future__ import annotations

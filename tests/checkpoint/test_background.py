@@ -6,10 +6,13 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
+from tests.ranks import Agreement
 from tests.waiting import WATCHDOG_SECONDS
 
 from trainyard.checkpoint.background import AsyncCheckpointer, Retention, check_saving, remove_old
@@ -38,14 +41,15 @@ def steps_in(folder: Path) -> list[int]:
 
 
 class Gate:
-    """A barrier of one rank that holds the writer back until it is opened."""
+    """What one rank agrees on, which holds the writer back until it is opened."""
 
     def __init__(self) -> None:
         self.reached, self.opened = threading.Event(), threading.Event()
 
-    def __call__(self) -> None:
+    def __call__(self, text: str | None) -> str | None:
         self.reached.set()
         assert self.opened.wait(WATCHDOG_SECONDS)
+        return text
 
 
 def test_what_is_saved_is_what_was_there_when_save_was_called(tmp_path, make_facts):
@@ -100,11 +104,12 @@ def test_training_goes_on_while_the_writer_is_held_and_the_next_save_waits(tmp_p
 
 @pytest.mark.parametrize("background", [True, False], ids=["background", "at once"])
 def test_failures_are_told_once_and_the_next_save_works(tmp_path, make_facts, background):
-    def block() -> None:
+    def block(text: str | None) -> str | None:
         """Lies in the way of the removal of an old checkpoint."""
         in_the_way = tmp_path / ".step-00000001.old.partial" / "file"
         in_the_way.parent.mkdir(exist_ok=True)
         in_the_way.touch()
+        return text
 
     ranks = SavingRank(0, 1, block)
     saver = AsyncCheckpointer(tmp_path, ranks, Retention(1), background=background)
@@ -126,7 +131,7 @@ def test_failures_are_told_once_and_the_next_save_works(tmp_path, make_facts, ba
 
 
 def test_a_bug_in_the_writer_is_raised(tmp_path, make_facts):
-    def lost() -> None:
+    def lost(_text: str | None) -> None:
         raise RuntimeError("Connection closed by peer")
 
     saver = AsyncCheckpointer(tmp_path, SavingRank(0, 1, lost), Retention(1), background=True)
@@ -137,12 +142,15 @@ def test_a_bug_in_the_writer_is_raised(tmp_path, make_facts):
 
 
 def test_ranks_save_together_and_fail_together(tmp_path, make_facts):
-    barrier = threading.Barrier(2, timeout=WATCHDOG_SECONDS)
+    agreement = Agreement(2)
     outcomes: dict[int, list[object]] = {0: [], 1: []}
 
     def one(rank: int) -> None:
         saver = AsyncCheckpointer(
-            tmp_path, SavingRank(rank, 2, barrier.wait), Retention(1), background=True
+            tmp_path,
+            SavingRank(rank, 2, partial(agreement.agree, rank)),
+            Retention(1),
+            background=True,
         )
         place = {"model.a": whole((8,)).cut(0, rank, 2)}
         for step, n_bytes in ((1, 32), (2, 2**60), (3, 32)):
@@ -151,17 +159,60 @@ def test_ranks_save_together_and_fail_together(tmp_path, make_facts):
                 saver.wait()
                 outcomes[rank].append(step)
             except MachineError as error:
-                outcomes[rank].append(error.problem.partition(": ")[2][:24])
+                outcomes[rank].append(error.problem.partition(": ")[2][:32])
 
     threads = [threading.Thread(target=one, args=(rank,)) for rank in range(2)]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
-    assert outcomes[0] == [1, "a checkpoint of 1049624.", 3]
-    assert outcomes[1] == [1, "rank 0 failed; see its m", 3]
+    assert outcomes[0] == outcomes[1] == [1, "rank 0: a checkpoint of 1049624.", 3]
     assert steps_in(tmp_path) == [3]
     assert torch.equal(load_tensors(tmp_path / "step-00000003")["a"], torch.full((8,), 3.0))
+
+
+DAMAGE: dict[str, Callable[[Path], object]] = {
+    "missing": Path.unlink,
+    "truncated": lambda path: path.write_bytes(path.read_bytes()[:-5]),
+    "zeros": lambda path: path.write_bytes(bytes(path.stat().st_size)),
+    "not UTF-8": lambda path: path.write_bytes(path.read_bytes().replace(b"model", b"m\xffdel")),
+    "another file": lambda path: path.write_text("{}"),
+    "nested": lambda path: path.write_text('{"x": ' + "[" * 100_000),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGE.values(), ids=DAMAGE)
+def test_a_damaged_list_of_a_rank_fails_one_save_only(tmp_path, make_facts, damage):
+    agreement, lists = Agreement(2), tmp_path / ".step-00000001.partial" / "parts-00001.json"
+    undamaged = {1}
+
+    def agree(rank: int, text: str | None) -> str | None:
+        if rank in undamaged and lists.exists():  # its own, before rank 0 reads it
+            undamaged.remove(rank)
+            damage(lists)
+        return agreement.agree(rank, text)
+
+    savers = [
+        AsyncCheckpointer(
+            tmp_path, SavingRank(rank, 2, partial(agree, rank)), Retention(1), background=False
+        )
+        for rank in range(2)
+    ]
+
+    def save(step: int, rank: int) -> MachineError | None:
+        places = {"model.a": whole((8,)).cut(0, rank, 2)}
+        tensors = {"model.a": torch.full((4,), float(step))}
+        savers[rank].save(make_facts(step), tensors, places, 32)
+        return savers[rank].take_failure()
+
+    with ThreadPoolExecutor(2) as pool:
+        for failure in list(pool.map(partial(save, 1), range(2))):
+            assert failure is not None
+            assert "step-00000001: rank 0: cannot read what rank 1 wrote: " in failure.problem
+            assert failure.hint.startswith("check the disk or file server")
+        assert list(pool.map(partial(save, 2), range(2))) == [None, None]
+    assert steps_in(tmp_path) == [2]
+    assert torch.equal(load_tensors(tmp_path / "step-00000002")["a"], torch.full((8,), 2.0))
 
 
 def test_a_writer_that_waits_for_a_dead_rank_does_not_keep_the_process(tmp_path):

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +14,7 @@ import torch
 from tests.checkpoint.conftest import flip_bit
 from tests.circles import everyday
 from tests.layouts import Layout, read_layout
-from tests.waiting import WATCHDOG_SECONDS
+from tests.ranks import Agreement
 from torch import Tensor
 
 from trainyard.architecture import (
@@ -23,7 +23,8 @@ from trainyard.architecture import (
     parameters_of,
     stage_layers,
 )
-from trainyard.checkpoint.format import read_manifest
+from trainyard.checkpoint import load
+from trainyard.checkpoint.format import MANIFEST, load_manifest, read_manifest
 from trainyard.checkpoint.load import (
     build_model_from_checkpoint,
     load_into,
@@ -122,11 +123,11 @@ def hold(run: Run, layout: Layout, wholes: Mapping[str, Tensor], rank: int) -> d
 
 def call_ranks(n: int, call: Callable[[SavingRank], Any]) -> list[Any]:
     """Calls a function for each rank at once; gives results, or errors in their place."""
-    barrier = threading.Barrier(n, timeout=WATCHDOG_SECONDS)
+    agreement = Agreement(n)
 
     def one(rank: int) -> Any:
         try:
-            return call(SavingRank(rank, n, barrier.wait))
+            return call(SavingRank(rank, n, partial(agreement.agree, rank)))
         except Exception as error:
             return error
 
@@ -278,8 +279,22 @@ def test_no_room_for_all_ranks_together_fails_all_before_anything_is_written(bef
 
     first, second = call_ranks(2, one)
     cannot = f"cannot write the checkpoint {before.parent}/step-00000002: "
-    assert first.problem.startswith(f"{cannot}a checkpoint of 1049624.6 TiB does not fit in")
-    assert second.problem == f"{cannot}rank 0 failed; see its message"
+    assert first.problem.startswith(f"{cannot}rank 0: a checkpoint of 1049624.6 TiB does not fit")
+    assert (second.problem, second.hint) == (first.problem, first.hint)
+
+
+def test_all_ranks_give_the_reason_of_a_folder_whose_name_is_not_utf8(tmp_path, make_facts):
+    folder = tmp_path / "\udcff"
+
+    def one(ranks: SavingRank) -> Path:
+        tensors = {"model.a": torch.empty(2**58, device="meta")}
+        return save_checkpoint(folder, make_facts(2), tensors, ranks=ranks)
+
+    first, second = call_ranks(2, one)
+    for failed in (first, second):
+        with pytest.raises(MachineError, match=rf"rank 0: a checkpoint .* not fit in {folder}: "):
+            raise failed
+    assert list(folder.iterdir()) == []
 
 
 def test_a_bug_on_one_rank_fails_all_and_stays_a_bug_there(before, make_facts):
@@ -290,6 +305,7 @@ def test_a_bug_on_one_rank_fails_all_and_stays_a_bug_there(before, make_facts):
     first, second = save_changed(before.parent, make_facts, change)
     assert isinstance(second, AssertionError)
     assert "step-00000002: rank 1: AssertionError" in first.problem
+    assert first.hint.startswith("a bug in Trainyard: see the traceback of that rank")
 
 
 def _set(
@@ -308,11 +324,11 @@ def _set(
 BROKEN: dict[str, tuple[Change, str]] = {
     "a rank forgets its part": (
         lambda rank, tensors, places: tensors.clear() if rank == 1 else None,
-        "no chunk holds 4:8 of dimension 0",
+        r"at \[0\] is a chunk of \[4\], not \[8\]",
     ),
     "two ranks write one part": (
         _set(None, torch.zeros(8), whole((8,))),
-        r"tensor 'model\.a' of shape \[8\]: two chunks overlap",
+        r"tensor 'model\.a' of shape \[8\]: 2 chunks overlap, or leave a hole",
     ),
     "ranks disagree on the shape": (
         _set(1, None, Placement((9,), (5,), (4,))),
@@ -349,3 +365,53 @@ def test_large_parts_are_spread_over_files(tmp_path, make_facts, monkeypatch):
         for file in range(2)
     ]
     assert load_tensors(path)["b"].tolist() == [0.0] * 4 + [1.0] * 4
+
+
+def test_a_rank_opens_only_the_files_of_its_chunks(tmp_path, make_facts, monkeypatch):
+    """However many ranks saved; and it keeps no record of the chunks of others."""
+    opened: list[str] = []
+    read_header = load.read_header
+
+    def count(path: Path, sha256: str) -> Any:
+        opened.append(path.name)
+        return read_header(path, sha256)
+
+    monkeypatch.setattr(load, "read_header", count)
+    names = [f"model.{n}" for n in range(8)]
+    for n_ranks in (4, 16, 64):
+
+        def one(ranks: SavingRank) -> Path:
+            place = whole((2 * ranks.n_ranks, 3)).cut(0, ranks.rank, ranks.n_ranks)
+            tensors = dict.fromkeys(names, torch.full((2, 3), float(ranks.rank)))
+            places = dict.fromkeys(names, place)
+            return save_checkpoint(tmp_path, make_facts(ranks.n_ranks), tensors, places, ranks)
+
+        path = call_ranks(n_ranks, one)[0]
+        manifest = load_manifest(path)
+        # Eight tensors in as many chunks as ranks: one entry.
+        assert [len(grid.files) for grid in manifest.grids] == [n_ranks]
+        place = Placement((2 * n_ranks, 3), (3, 1), (2, 2))
+        found = load.find_chunks(manifest, {"model.5": place})
+        assert sum(map(len, found.values())) == 2
+        filled = torch.zeros(2, 2)
+        load_into(path, {"model.5": filled}, 1, {"model.5": place}, manifest)
+        assert filled.tolist() == [[1.0, 1.0], [2.0, 2.0]]
+        assert opened == [f"model-{rank:05d}-of-{n_ranks:05d}.safetensors" for rank in (1, 2)]
+        opened.clear()
+
+
+def test_the_manifest_grows_with_ranks_and_not_with_tensors(tmp_path, make_facts):
+    """Of tensors held alike it has one entry, and of each only the name."""
+    sizes = {}
+    for n_tensors in (100, 200):
+
+        def one(ranks: SavingRank, n: int = n_tensors) -> Path:
+            place = whole((8, 2)).cut(0, ranks.rank, 4)
+            tensors = {f"model.{i:03}": torch.zeros(2, 2) for i in range(n)}
+            places = dict.fromkeys(tensors, place)
+            return save_checkpoint(tmp_path, make_facts(n), tensors, places, ranks)
+
+        path = call_ranks(4, one)[0]
+        sizes[n_tensors] = (path / MANIFEST).stat().st_size
+        check_checkpoint(path)
+    assert 0 < sizes[200] - sizes[100] < 100 * len('"model.000",') + 100

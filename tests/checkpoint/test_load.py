@@ -2,15 +2,18 @@ from __future__ import annotations
 
 import logging
 import os
+import re
 from pathlib import Path
 
 import pytest
 import torch
 
+from trainyard.checkpoint import shard
 from trainyard.checkpoint.load import build_model_from_checkpoint, load_into, load_tensors
 from trainyard.checkpoint.resume import find_checkpoint, newest_checkpoint
 from trainyard.checkpoint.save import save_checkpoint
 from trainyard.errors import CheckpointError
+from trainyard.parallel.placement import whole
 
 FILE = "model-00000-of-00001.safetensors"
 
@@ -34,6 +37,40 @@ def test_padding_rows_may_differ_vocabulary_rows_may_not(checkpoint, tensors):
     positions = {"model.positions.weight": torch.zeros(65, 16)}
     with pytest.raises(CheckpointError, match=r"has shape \[64, 16\]; this run needs \[65, 16\]"):
         load_into(checkpoint, positions, 512)
+
+
+@pytest.mark.parametrize("piece_bytes", [4, 100, 1000])
+def test_parts_are_read_a_few_rows_at_a_time(checkpoint, tensors, monkeypatch, piece_bytes):
+    monkeypatch.setattr(shard, "_PIECE_BYTES", piece_bytes)
+    for dimension in (0, 1):
+        places = {
+            name: whole(value.shape).cut(dimension, 1, 3)
+            for name, value in tensors.items()
+            if value.ndim > dimension and "embedding" not in name
+        }
+        parts = {name: torch.zeros(place.local_shape) for name, place in places.items()}
+        load_into(checkpoint, parts, 512, places)
+        assert all(torch.equal(parts[name], places[name].of(tensors[name])) for name in places)
+
+
+@pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="Linux measures the peak")
+def test_a_part_of_a_large_chunk_takes_little_memory(tmp_path, make_facts):
+    """On a node whose ranks load what one rank has saved, each tensor by four threads."""
+
+    def resident_bytes(what: str) -> int:
+        (kib,) = re.findall(rf"{what}:\s*(\d+) kB", Path("/proc/self/status").read_text())
+        return 1024 * int(kib)
+
+    tensors = {f"model.{name}": torch.full((4096, 4096), 0.5) for name in "abcd"}
+    saved = save_checkpoint(tmp_path / "checkpoints", make_facts(7), tensors)
+    n_bytes = tensors.pop("model.a").nbytes
+    place = whole((4096, 4096)).cut(1, 1, 2)
+    parts = {name: torch.zeros(place.local_shape) for name in tensors}
+    before = resident_bytes("VmRSS")
+    Path("/proc/self/clear_refs").write_text("5")
+    load_into(saved, parts, 512, dict.fromkeys(parts, place))
+    assert all(bool((part == 0.5).all()) for part in parts.values())
+    assert resident_bytes("VmHWM") - before < n_bytes
 
 
 def test_a_tensor_of_another_model_is_named(checkpoint):
@@ -72,11 +109,14 @@ def test_a_user_names_a_run_folder_or_a_checkpoint(checkpoint, tmp_path):
 
 def test_a_manifest_that_contradicts_its_file_is_refused(checkpoint, edit_manifest):
     def halve(content):
-        stored = content["tensors"]["model.final_norm.bias"]
-        stored["shape"] = stored["chunks"][0]["shape"] = [8]
+        for stored in content["grids"]:
+            stored["shape"] = [8] if "model.final_norm.bias" in stored["names"] else stored["shape"]
 
     edit_manifest(checkpoint, halve)
-    with pytest.raises(CheckpointError, match=r"\[16\]; the manifest says float32 \[8\]"):
+    with pytest.raises(
+        CheckpointError,
+        match=r"no 'model.*' of float32 \[8\], as the manifest says",
+    ):
         load_tensors(checkpoint)
 
 

@@ -19,7 +19,10 @@ from trainyard.training.stop import DONE
 from trainyard.training.worker import run_worker
 
 GOLDEN = Path(__file__).parent.parent / "golden" / "checkpoints"
-FORMATS = {"format-1": 1, "format-2": 2, "format-3": 3, "current": FORMAT}
+FORMATS = {
+    **{"format-1": 1, "format-2": 2, "format-3": 3},
+    **{"format-3-ranks": 3, "current": FORMAT},
+}
 
 
 @pytest.fixture(autouse=True)

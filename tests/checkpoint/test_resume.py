@@ -21,7 +21,7 @@ def _run(*overrides: str):
 def _manifest(step: int = 10, *overrides: str) -> Manifest:
     run = _run(*overrides).model_dump(mode="json")
     facts = {"consumed_sequences": 0, "consumed_tokens": 0, "data_fingerprint": "abc"}
-    return Manifest(step=step, run=run, tensors={}, files={}, **facts)
+    return Manifest(step=step, run=run, grids=(), files={}, **facts)
 
 
 def test_every_field_is_either_free_or_refused_with_a_reason():
@@ -75,6 +75,20 @@ def test_refused_changes_are_told_all_at_once():
     )
     assert "`trainyard train tiny` continues with those; " in raised.value.hint
     assert "train.start_from=tiny@10" in raised.value.hint
+
+
+COMPLETE_P = "model.parametrization=complete_p"
+
+
+@pytest.mark.parametrize("field", [COMPLETE_P, "model.base_d_model=64", "model.base_n_layers=1"])
+@pytest.mark.parametrize("step", [0, 10])
+def test_another_parametrization_is_refused(field: str, step: int):
+    why = "; weights and learning rates were scaled by it"
+    with pytest.raises(CheckpointError) as raised:
+        resume(_manifest(step=step), _run(field), "abc", "")
+    name, _, value = field.partition("=")
+    (line,) = raised.value.problem.splitlines()[1:]
+    assert line.startswith(f"  {name}: ") and line.endswith(f"now {value}{why}")
 
 
 def test_the_page_lists_what_may_change():

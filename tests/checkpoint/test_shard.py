@@ -14,7 +14,6 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 from trainyard.checkpoint import shard
-from trainyard.checkpoint.format import header_sha256
 from trainyard.checkpoint.shard import DTYPES, read_header, read_values, write_shards
 from trainyard.errors import CheckpointError
 
@@ -43,15 +42,18 @@ def same(one: torch.Tensor, other: torch.Tensor) -> bool:
 
 def test_the_library_reads_what_we_write_and_the_checksums_are_right(tmp_path, of_every_type):
     path = tmp_path / "a.safetensors"
-    written = write_shards({path: of_every_type})[path]
-    found = load_file(path)
+    written, found = write_shards({path: of_every_type})[path.name], load_file(path)
+    header = read_header(path, written.header_sha256)
     assert found.keys() == of_every_type.keys()
     for name, tensor in of_every_type.items():
         assert same(found[name], tensor), name
         values = found[name].reshape(-1).view(torch.uint8).numpy().tobytes()
-        assert written.checksums[name] == xxhash.xxh3_128_hexdigest(values)
-    assert written.file.n_bytes == path.stat().st_size
-    assert written.file.header_sha256 == header_sha256(path)
+        assert header[name].checksum == xxhash.xxh3_128_hexdigest(values)
+    assert written.n_bytes == path.stat().st_size
+    with safe_open(path, framework="pt") as opened:
+        assert opened.metadata()["format"] == "pt"
+    with pytest.raises(CheckpointError, match="is damaged: the sha256 of its header is"):
+        read_header(path, "0" * 64)
 
 
 def test_we_read_what_the_library_writes(tmp_path, of_every_type):
@@ -65,6 +67,9 @@ def test_we_read_what_the_library_writes(tmp_path, of_every_type):
         into = torch.empty_like(tensor)
         assert read_values(header[name], into) == read_values(header[name])
         assert same(into, tensor), name
+        rows = []
+        read_values(header[name], lambda _, piece, rows=rows: rows.append(piece.clone()))
+        assert not tensor.numel() or same(torch.cat(rows).view(tensor.shape), tensor), name
 
 
 @pytest.mark.parametrize("piece_bytes", [8, 4096, 10_000])
@@ -73,13 +78,13 @@ def test_pieces_make_the_whole(tmp_path, monkeypatch, piece_bytes):
     tensors = {f"t{n}": torch.arange(n, dtype=torch.float32) for n in (1, 2, 1023, 1024, 2500)}
     paths = [tmp_path / "a.safetensors", tmp_path / "b.safetensors"]
     written = write_shards(dict.fromkeys(paths, tensors))
-    assert written[paths[0]] == written[paths[1]]
+    assert written[paths[0].name] == written[paths[1].name]
     for path in paths:
         for name, values in read_header(path).items():
             into = torch.empty(values.shape)
-            assert read_values(values, into) == written[path].checksums[name]
+            assert read_values(values, into) == values.checksum
             assert torch.equal(into, tensors[name])
-            assert read_values(values) == written[path].checksums[name]
+            assert read_values(values) == values.checksum
 
 
 def test_a_file_is_replaced_while_it_is_mapped(tmp_path):

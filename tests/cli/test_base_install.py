@@ -31,11 +31,17 @@ NEEDS_TRAIN = {
     "check checkpoint": "check checkpoint runs/a",
     "plan --simulate": "plan tiny --simulate",
     "demo": "demo",
+    "ladder": "ladder points.csv",
+    "ladder RUN": "ladder gpt3-125m data.blend.prefixes=['corpus']",
+    "sweep": "sweep tiny data.blend.prefixes=['corpus'] train.seed=1,2",
+    "check parametrization": "check parametrization tiny",
     "doctor": "doctor --calibrate new.toml",
 }
 WORKS = {
     "plan": "plan tiny",
     "new": "new corpus -o new.toml --tokenizer gpt2",
+    "sweep --dry-run": "sweep tiny train.seed=1,2 --dry-run",
+    "ladder --dry-run": "ladder gpt3-1.3b --dry-run",
     "launch": "launch gpt3-350m data.blend.prefixes=['corpus'] --cluster slurm --dry-run",
     "show": "show tiny",
     "show order": "show order tiny data.blend.prefixes=['corpus'] data.split='90,10,0'",
@@ -79,6 +85,7 @@ def folder(tmp_path: Path) -> Path:
     (run_folder / "run.toml").write_text(render_run(load_run("tiny").run))
     (run_folder / "metrics.jsonl").touch()
     (tmp_path / "text.txt").write_text("hello")
+    (tmp_path / "points.csv").write_text("parameters,tokens,loss\n")
     (tmp_path / "theirs").mkdir()
     (tmp_path / "theirs" / "config.json").write_text("{}")
     with IndexedWriter(tmp_path / "corpus", np.dtype(np.uint16)) as writer:

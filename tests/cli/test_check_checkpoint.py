@@ -11,6 +11,7 @@ import torch
 from trainyard.architecture import parameter_shapes
 from trainyard.checkpoint.format import Facts
 from trainyard.checkpoint.save import save_checkpoint
+from trainyard.cli.check import _describe_layout
 from trainyard.cli.main import main
 from trainyard.config.load import load_run
 from trainyard.layout.resolve import resolve
@@ -86,6 +87,12 @@ def test_the_newest_of_a_run_folder(runs: Path, capsys: pytest.CaptureFixture[st
         "data fingerprint": "abc",
     }.items():
         assert facts[name].startswith(text)
+
+
+def test_ranks_that_share_experts_are_no_more_ranks() -> None:
+    topology = {"pipeline": 2, "replicate": 1, "shard": 4, "context": 1, "tensor": 1, "expert": 4}
+    shown = _describe_layout({"topology": topology})
+    assert shown == "8 ranks, pipeline 2 x shard 4 x expert 4"
 
 
 def test_all_of_them_and_one_of_them(runs: Path, capsys: pytest.CaptureFixture[str]) -> None:

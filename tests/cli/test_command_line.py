@@ -200,7 +200,7 @@ def test_names_and_paths_alike(folder: Path) -> None:
         ("trainyard show cl", ["cluster"]),
         ("trainyard show cluster lu", ["lumi"]),
         ("trainyard show tiny train.len", ["train.length="]),
-        ("trainyard show order mi", ["mine.toml"]),
+        ("trainyard show order min", ["mine.toml"]),
         ("trainyard plan tiny --gpu rtx-4", ["rtx-4090"]),
         ("trainyard plan tiny --simu", ["--simulate"]),
     ],
@@ -274,7 +274,7 @@ def test_show_by_family(tmp_path: Path) -> None:
         "cluster  trainyard show cluster lumi\n"
     )
     table = trainyard("show", folder=tmp_path, COLUMNS="80").stdout
-    assert "\nmsamp    msamp-345m, msamp-6.7b, msamp-13b\n" in table
+    assert "\nmsamp     msamp-345m, msamp-6.7b, msamp-13b\n" in table
     assert max(map(len, table.splitlines())) <= 80
 
 

@@ -10,7 +10,7 @@ from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
-from tests.command import call
+from tests.command import call, trainyard
 from tests.faults.small_run import small_overrides, write_tokens
 
 from trainyard.api.launching import Request, makes, plan_jobs
@@ -201,7 +201,7 @@ NO_NAME = [
         ("--stages all", "no data file in data", ""),
         (
             "--cluster lumi --ranks-per-node 2 --image no.sif model.d_model=262144",
-            *("small does not fit: ", "larger devices; to launch anyway: --force"),
+            *("small does not fit: ", "more memory; to launch anyway: --force"),
         ),
         (
             "--cluster lumi --ranks-per-node 2 --image no.sif precision.kind=fp8 "
@@ -222,6 +222,39 @@ def test_what_is_refused(project: Path, words: str, problem: str, hint: str) -> 
     assert hint in caught.value.hint
     assert files(project) == set()
     assert not list(project.rglob("marker"))
+
+
+@pytest.mark.parametrize(
+    ("background", "gibibytes", "fits"),
+    [
+        # 0.4 billion parameters: 1.6 GB are drawn at the start, and 2.4 copied for a save.
+        ("false", 3, False),
+        ("true", 4.5, False),
+        ("true", 6, True),
+        ("false", 4.5, True),
+    ],
+)
+def test_host_memory_of_a_node_is_checked_before_the_queue(
+    project: Path, background: str, gibibytes: float, fits: bool
+) -> None:
+    """At the start with little memory, and in a step where the copies are the larger part."""
+    (project / "own.toml").write_text(
+        f"extends = 'slurm'\ngpu = 'h100-80g'\nhost_memory_gigabytes = {gibibytes}\n"
+        "devices_per_node = 2\n"
+    )
+    words = f"{small(project)} model.d_model=2048 model.d_ff=8192 model.n_layers=8 "
+    words += f"checkpoint.background={background} --cluster own.toml"
+    done = trainyard("launch", *shlex.split(words), folder=project)
+    if fits:
+        assert done.returncode == 0, done.stderr
+        assert (project / "said").exists()
+        return
+    assert done.returncode == 2
+    problem, told = done.stderr.strip().splitlines()
+    assert "small does not fit in host memory: the processes of a node need" in problem
+    assert told.strip().startswith("hint: cheapest change that makes it fit: ")
+    assert told.endswith("; to launch anyway: --force")
+    assert files(project) == set()
 
 
 def test_no_word_of_a_script_ends_what_bash_is_to_read(project: Path) -> None:

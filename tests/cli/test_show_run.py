@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import re
+
 from trainyard.cli.show_run import render_fields, render_run_summary
 from trainyard.config.load import all_fields, load_run
 from trainyard.config.schema import field_manuals
@@ -33,6 +35,19 @@ def test_summary_of_a_preset() -> None:
     assert any("head 32,768" in line for line in summary("tiny", "model.tied_embeddings=false"))
 
 
+EXPERTS = ("model.n_experts=8", "model.mlp=swiglu", "model.bias=false", "model.n_dense_blocks=1")
+
+
+def test_summary_of_experts() -> None:
+    lines = summary("tiny", *EXPERTS, "model.n_shared_experts=1")
+    parts = "SwiGLU, 8 experts of 256, 2 active, 1 shared, dense blocks first: 1, no biases"
+    assert f"parts      {parts}" in lines
+    # Of the second block's experts six are inactive: three matrices of 64 x 256 each.
+    (size,) = (line for line in lines if line.startswith("parameters"))
+    n_all, n_active = (int(n.replace(",", "")) for n in re.findall(r"([\d,]+) \(", size))
+    assert n_all - n_active == 6 * 3 * 64 * 256 > 0
+
+
 def test_values_come_with_their_origin() -> None:
     lines = summary("tiny", "train.seed=3")
     assert value_line(lines, "train.seed") == "train.seed = 3 command line"
@@ -49,6 +64,7 @@ def test_all_fields_are_shown_when_asked() -> None:
     assert value_line(lines, "train.stop_after_minutes").endswith("= inf default")
     shown = {line.split()[0] for line in lines if " = " in line and line.startswith("  ")}
     optional = ("train.batch_ramp.", "model.rotary_scaling.", "model.end_of_document_id")
+    optional += ("model.base_d_expert",)
     absent = {field for field in all_fields() if field.startswith(optional)}
     assert shown == set(all_fields()) - absent - {"description"}
 
@@ -60,9 +76,9 @@ def test_a_layout_names_its_smallest_number_of_ranks_and_its_stages() -> None:
     assert "ranks      4 at least; micro batches of each in a step: 2 of 4 sequences" in lines
     assert "stages     blocks by pipeline rank: 0, 3-4 | 1-2, 5" in lines
     lines = summary("tiny", "parallel.data_replicate=2")
-    assert "layout     replicas 2, ZeRO stage 2, fp32" in lines
+    assert "layout     replicas 2, ZeRO stage 1, fp32" in lines
     lines = summary("tiny")
-    assert "layout     one process, ZeRO stage 2, fp32" in lines
+    assert "layout     one process, ZeRO stage 1, fp32" in lines
     assert not any(line.startswith(("ranks ", "stages ")) for line in lines)
 
 

@@ -206,7 +206,11 @@ def test_suggestions(override: str, suggestion: str) -> None:
 
 def test_a_rendered_run_has_every_field_and_reads_back(tmp_path: Path) -> None:
     overrides = ["model.positions=rotary", "model.rotary_scaling.factor=8.0"]
-    overrides += ["model.end_of_document_id=50256", "train.stop_after_minutes=1.5"]
+    overrides += [
+        "model.end_of_document_id=50256",
+        "model.base_d_expert=8",
+        "train.stop_after_minutes=1.5",
+    ]
     overrides += ["optimizer.clip_norm=inf", 'description="a\\"b\\nc é"']
     overrides += ["data.train={prefixes=['a', 'b'], weights=[1, 2.5]}"]
     run = load_run("gpt3-125m", [*overrides, "train.length=146_484_375 sequences"]).run

@@ -6,9 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from trainyard.architecture import padded_vocabulary_size, parameter_count
+from trainyard.architecture import expert_layers, padded_vocabulary_size, parameter_count
 from trainyard.config.load import field_value, load_run, preset_names, render_run
 from trainyard.config.run import Optimizer, Run
+from trainyard.export.families import find_family
 from trainyard.layout.resolve import resolve
 from trainyard.planning.memory import busiest_memory
 from trainyard.planning.room import gpu_bytes
@@ -46,8 +47,9 @@ def test_every_preset_loads_resolves_and_is_rendered(name: str, tmp_path: Path) 
 def test_all_families_are_there() -> None:
     families = Counter(name.partition("-")[0] for name in preset_names())
     assert families == {
-        **{"gpt3": 8, "mds": 8, "polaris": 40, "msamp": 3, "azure": 7, "modern": 7, "llama": 2},
-        **{"demo": 1, "gpt2": 1, "laptop": 1, "tiny": 1, "qwen3": 1, "smollm2": 2, "olmo": 1},
+        **{"gpt3": 8, "mds": 8, "polaris": 40, "msamp": 3, "azure": 7, "modern": 7, "llama": 4},
+        **{"demo": 1, "gpt2": 1, "laptop": 1, "tiny": 1, "qwen3": 2, "smollm2": 2, "olmo": 1},
+        **{"moe": 3, "olmoe": 1, "mixtral": 1, "deepseek": 1},
     }
 
 
@@ -127,6 +129,10 @@ def test_sizes_are_those_the_guides_come_to(name: str, size: float) -> None:
         ("smollm2-135m", 134_515_008),
         ("smollm2-360m", 361_821_120),
         ("olmo-2-1b", 1_484_916_736),
+        ("olmoe-1b-7b", 6_919_161_856),
+        ("qwen3-30b-a3b", 30_532_122_624),
+        ("mixtral-8x7b", 46_702_792_704),
+        ("deepseek-moe-16b", 16_375_728_128),
     ],
 )
 def test_real_models_have_as_many_parameters(name: str, n_parameters: int) -> None:
@@ -142,6 +148,25 @@ def test_modern_ladder_stands_beside_that_of_gpt3(key: str) -> None:
         *("optimizer", "schedule", "train.global_batch_size"),
     ):
         assert field_value(modern, field) == field_value(paper, field), field
+
+
+@pytest.mark.parametrize(("total", "key"), [("600M", "125m"), ("2B", "350m"), ("8B", "1.3b")])
+def test_experts_have_as_many_active_parameters_as_the_modern_ladder(total: str, key: str) -> None:
+    name, modern = f"moe-{total.lower()}-a{key}", preset(f"modern-{key}")
+    run = preset(name)
+    idle = run.model.model_copy(
+        update={"n_experts": run.model.n_experts - run.model.n_active_experts}
+    )
+    of_experts = sum(
+        math.prod(layer.weight) for layer in expert_layers(idle) if layer.kind == "experts"
+    )
+    active = billions(name) - run.model.n_layers * of_experts / 1e9
+    assert active == pytest.approx(billions(f"modern-{key}"), rel=0.02)
+    size = float(total[:-1]) / (1000 if total.endswith("M") else 1)
+    assert billions(name) == pytest.approx(size, rel=0.06)
+    for field in ("model.n_layers", "model.d_model", "optimizer", "schedule", "train.length"):
+        assert field_value(run, field) == field_value(modern, field), field
+    assert find_family(run.model).architecture == "Qwen3MoeForCausalLM"
 
 
 @pytest.mark.parametrize(

@@ -18,6 +18,7 @@ LENGTH = "is not a length; write an amount and a unit"
 
 ROTARY, SCALING = "model.positions=rotary", "model.rotary_scaling"
 RAMP = "train.batch_ramp={{start={},increment={},length='99 tokens'}}"
+POINTS = "schedule.kind=points; schedule.points="
 COOLDOWN = "schedule.kind=warmup_stable_decay; schedule.cooldown"
 IMPOSSIBLE = [
     # wrong types
@@ -44,7 +45,16 @@ IMPOSSIBLE = [
     ("model.init_std=inf", "model.init_std: must be a finite number (got inf)"),
     ("optimizer.clip_norm=nan", "greater than 0 (got nan)"),
     ("parallel.pipeline=x", "1 problem in the run tiny:\n  parallel.pipeline: must be"),
-    ("schedule.kind=cosin", "must be 'cosine', 'linear', 'constant' or"),
+    ("schedule.kind=cosin", "must be 'cosine', 'linear', 'constant', "),
+    # points of a schedule
+    (f"{POINTS}0: 0", "'0: 0' needs two points at least, and a rate that is positive"),
+    (f"{POINTS}0: 0, 9 steps: 0", "needs two points at least, and a rate that is positive"),
+    (f"{POINTS}0: 0, 9 steps", "'9 steps' is not a position and a learning rate; write points"),
+    (f"{POINTS}0: 0, 9 steps: -1", "'9 steps: -1' is not a position and a learning rate"),
+    (f"{POINTS}0: 0, 9: 1", f"'9' {LENGTH}"),
+    (f"{POINTS}0: 0, 9 steps: 1, 5 steps: 0", "is not in order: 9 steps is before 5 steps"),
+    ("schedule.kind=points", "schedule.points='' is empty, which schedule.kind='points' needs"),
+    ("schedule.points=0: 0, 9 steps: 1", 'nearest that works: schedule.kind="points"'),
     ("name=a/b", "name: use letters, digits and . _ -, and start with a letter or digit"),
     ("name=..", "start with a letter or digit (got '..')"),
     # impossible sizes
@@ -83,8 +93,12 @@ ABBREVIATIONS = {
 }
 # Overrides; below them the beginning of the problem -> the suggested change.
 REFUSED_LAYOUTS = """\
-model.n_key_value_heads=2; parallel.tensor=4
-    model.n_key_value_heads=2 must be divisible by parallel.tensor=4 x -> parallel.tensor=2
+model.n_heads=6; model.d_head=16; model.n_key_value_heads=3; parallel.tensor=4
+    model.n_key_value_heads=3 must be divisible by parallel.tensor=4: a rank -> parallel.tensor=1
+model.n_key_value_heads=2; model.query_key_norm=all; parallel.tensor=4
+    model.n_key_value_heads=2 must be divisible by parallel.tensor=4: a rank -> parallel.tensor=2
+model.n_key_value_heads=2; parallel.tensor=4; parallel.context=2; model.dropout=0.0
+    model.n_key_value_heads=2 must be divisible by parallel.tensor=4 x -> parallel.tensor=1
 FP8; model.d_head=12; parallel.tensor=4
     model.d_head=12 x model.n_heads=4, and x 2 model.n_key_value_heads=4, must -> parallel.tensor=1
 parallel.tensor=4; parallel.context=2; model.dropout=0.0
@@ -107,12 +121,20 @@ model.n_layers=4; parallel.pipeline=2; parallel.chunks=2
     parallel.chunks=2 is incompatible with parallel.schedule='1f1b' -> parallel.chunks=1
 model.n_layers=4; parallel.pipeline=2; parallel.schedule=interleaved
     parallel.chunks=1 is incompatible with parallel.schedule='interleaved' -> parallel.chunks=2
-parallel.pipeline=2; parallel.schedule=zero_bubble; train.compile=gpu
-    train.compile='gpu' is incompatible with -> train.compile="never"
-parallel.pipeline=2; parallel.schedule=zero_bubble; train.compile=never; parallel.recompute=block
-    parallel.recompute='block' is incompatible with -> parallel.recompute="none"
-parallel.pipeline=2; parallel.zero_stage=2
-    parallel.zero_stage=2 is incompatible with parallel.pipeline=2 -> parallel.zero_stage=1
+parallel.recompute_share=0.5
+    parallel.recompute_share=0.5 is incompatible with parallel.recompute='none' -> \
+parallel.recompute="block"
+parallel.pipeline=2; parallel.schedule=zero_bubble; parallel.zero_stage=2
+    parallel.zero_stage=2 is incompatible with -> parallel.zero_stage=1
+parallel.reduce_format=bf16; precision.kind=fp32
+    parallel.reduce_format='bf16' is incompatible with precision.kind='fp32' -> \
+parallel.reduce_format="fp32"
+parallel.reduce_format=bf16; precision.kind=bf16; parallel.zero_stage=0
+    parallel.reduce_format='bf16' is incompatible with parallel.zero_stage=0 -> \
+parallel.zero_stage=1
+LOW_BIT; parallel.reduce_format=bf16
+    parallel.reduce_format='bf16' is incompatible with precision.kind='fp8_lowbit' -> \
+parallel.reduce_format="fp32"
 parallel.pipeline=2; parallel.schedule=zero_bubble; train.compile=never; parallel.zero_stage=3
     parallel.zero_stage=3 is incompatible with -> parallel.zero_stage=1
 parallel.zero_stage=0; parallel.data_replicate=2
@@ -187,6 +209,7 @@ def test_what_cannot_be_is_said(overrides: str, message: str) -> None:
         "parallel.sequence=true",  # without effect when parallel.tensor=1
         "parallel.schedule=interleaved",  # without effect when parallel.pipeline=1
         "parallel.schedule=zero_bubble",
+        "parallel.pipeline=2; parallel.schedule=zero_bubble; parallel.recompute=block",
         "parallel.context_method=ring",  # without effect when parallel.context=1
         "parallel.zero_stage=2",
         "precision.fp8.precise_blocks=9",  # without effect where precision.kind=bf16
@@ -200,13 +223,15 @@ def test_edges_that_are_allowed(overrides: str) -> None:
 @pytest.mark.parametrize(
     ("overrides", "stage"),
     [
-        ([], 2),
+        ([], 1),
         (["parallel.pipeline=2"], 1),
-        (["parallel.zero_stage=1"], 1),
+        (["parallel.pipeline=2", "parallel.zero_stage=2"], 2),
         (["parallel.pipeline=2", "parallel.zero_stage=3"], 3),
     ],
 )
-def test_the_stage_of_zero_follows_the_pipeline(overrides: list[str], stage: int) -> None:
+def test_the_stage_of_zero_does_not_depend_on_the_pipeline(
+    overrides: list[str], stage: int
+) -> None:
     run = load_run("tiny", overrides).run
     assert run.parallel.zero_stage == stage
     assert Run.model_validate(run.model_dump()) == run

@@ -93,13 +93,13 @@ def test_without_a_cluster_a_gpu_is_judged_by_its_datasheet() -> None:
     diagnosis = diagnose(ranks(1), None)
     assert diagnosis.machine == find_machine(gpu="h100")
     assert diagnosis.rows[0].expected == pytest.approx(791.2)
-    unknown = diagnose(ranks(1, 1, "NVIDIA GeForce RTX 3090"), None)
+    unknown = diagnose(ranks(1, 1, "NVIDIA GeForce RTX 2080 Ti"), None)
     assert (unknown.as_json()["verdict"], diagnosis.as_json()["verdict"]) == (None, PASS)
     assert render(unknown).endswith(
         "verdict: none, no measurement was compared: set --cluster NAME"
     )
     assert find_usual_machine("cpu") is None
-    assert find_usual_machine("NVIDIA GeForce RTX 3090") is None
+    assert find_usual_machine("NVIDIA GeForce RTX 2080 Ti") is None
 
 
 def test_what_the_cluster_promises_and_is_not_there() -> None:

@@ -1,8 +1,9 @@
-"""Llama, Qwen3 and OLMo 2 of transformers, imported, trained and exported."""
+"""Models of transformers, dense and of experts, imported, trained and exported."""
 
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -40,6 +41,10 @@ SCALING = {"rope_type": "llama3", "factor": 4.0, "low_freq_factor": 1.0, "high_f
 SCALING |= {"original_max_position_embeddings": 24}
 ROPE = {"rope_type": "default", "rope_theta": 10_000.0, "partial_rotary_factor": 1.0}
 NEOX = {"use_parallel_residual": False, "hidden_act": "gelu_new", "rope_parameters": ROPE}
+OF_OLMOE = {"num_experts": 6, "num_experts_per_tok": 3, "pad_token_id": None, "eos_token_id": None}
+OF_QWEN3 = {"num_experts": 5, "num_experts_per_tok": 2, "moe_intermediate_size": 20}
+OF_QWEN3 |= {"num_key_value_heads": 2, "head_dim": 16}
+OF_MIXTRAL = {"num_local_experts": 4, "num_experts_per_tok": 2, "num_key_value_heads": 2}
 CASES: dict[str, dict[str, Any]] = {
     "Llama": {"num_key_value_heads": 2, "rms_norm_eps": 1e-5},
     "Llama tied, llama3 scaling": {
@@ -58,6 +63,15 @@ CASES: dict[str, dict[str, Any]] = {
     | {"rope_parameters": ROPE | {"rope_theta": 50_000.0}},
     "Olmo2": {"num_key_value_heads": 2, "rms_norm_eps": 1e-6, "pad_token_id": None},
     "Olmo2 tied, every head its own keys": {"tie_word_embeddings": True, "pad_token_id": None},
+    "Olmoe": OF_OLMOE | {"num_key_value_heads": 2},
+    "Olmoe normalized, tied": OF_OLMOE
+    | {"norm_topk_prob": True, "tie_word_embeddings": True, "intermediate_size": 20},
+    "Qwen3Moe": OF_QWEN3 | {"norm_topk_prob": True},
+    "Qwen3Moe dense first": OF_QWEN3
+    | {"num_hidden_layers": 3, "mlp_only_layers": [1, 0], "head_dim": 12},
+    "Mixtral": OF_MIXTRAL,
+    "Mixtral all active, other base": OF_MIXTRAL
+    | {"num_experts_per_tok": 4, "rope_parameters": {"rope_type": "default", "rope_theta": 500.0}},
 }
 
 
@@ -115,9 +129,11 @@ def test_there_and_back_is_bitwise_with_equal_logits(tmp_path, case):
     assert model_in(tmp_path / "again") == model_in(tmp_path / "runs" / "mine")
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
-def test_half_precision_and_shards_are_read_and_written(tmp_path, dtype):
-    save_random(tmp_path / "theirs", dtype=dtype, max_shard_size="30KB")
+@pytest.mark.parametrize(
+    ("case", "dtype"), [("Llama", "bfloat16"), ("Llama", "float16"), ("Mixtral", "bfloat16")]
+)
+def test_half_precision_and_shards_are_read_and_written(tmp_path, case, dtype):
+    save_random(tmp_path / "theirs", case, dtype=dtype, max_shard_size="30KB")
     assert len(list((tmp_path / "theirs").glob("model-*.safetensors"))) > 1
     checkpoint = import_huggingface(tmp_path / "theirs", tmp_path / "mine")
     export_huggingface(checkpoint, tmp_path / "back", getattr(torch, dtype), 20_000)
@@ -172,6 +188,27 @@ REFUSED: list[tuple[str, str, Any, str]] = [
     ("Llama", "tie_word_embeddings", True, r"'lm_head\.weight' in .* is not the embedding"),
     ("Qwen3", "use_sliding_window", True, "is not a Qwen3ForCausalLM .*: use_sliding_window"),
     ("Qwen3", "layer_types", SLIDING, "is not a Qwen3ForCausalLM .*: layer_types"),
+    ("Olmoe", "clip_qkv", 8.0, "is not a OlmoeForCausalLM .*: clip_qkv: .*got 8.0"),
+    ("Olmoe", "head_dim", 16, "head_dim: .*got 16"),
+    ("Olmoe", "num_experts", 7, r"mlp\.gate\.weight' in .* has shape \[6, 32\]; .* says \[7, 32\]"),
+    ("Olmoe", "num_experts", 10**12, r"mlp\.gate\.weight' in .* has shape"),
+    ("Olmoe", "num_experts", 0, "num_experts: .*greater than or equal to 1"),
+    ("Olmoe", "num_experts_per_tok", 7, "n_active_experts=7 is more than the 6 experts"),
+    ("Qwen3Moe", "use_sliding_window", True, "use_sliding_window: .*got True"),
+    ("Qwen3Moe", "decoder_sparse_step", 2, "decoder_sparse_step: .*got 2"),
+    ("Qwen3Moe", "mlp_only_layers", [1], "mlp_only_layers: only the first blocks can be without"),
+    ("Qwen3Moe", "mlp_only_layers", [0, 1], "n_dense_blocks=2 leaves none of n_layers=2 blocks"),
+    ("Qwen3Moe", "mlp_only_layers", [0], r"layers\.0\.mlp\.gate_proj\.weight' in .* is missing"),
+    (
+        "Qwen3Moe",
+        "moe_intermediate_size",
+        24,
+        r"experts\.0\.gate_proj\.weight' .* \[20, 32\]; .*24",
+    ),
+    ("Mixtral", "sliding_window", 4096, "sliding_window: .*got 4096"),
+    ("Mixtral", "router_jitter_noise", 0.1, "router_jitter_noise: .*got 0.1"),
+    ("Mixtral", "architectures", ["DeepseekV3ForCausalLM"], r"\['DeepseekV3.* cannot be imported"),
+    ("Mixtral", "architectures", ["Qwen2MoeForCausalLM"], "supported: .*Qwen3MoeForCausalLM"),
     ("GPTNeoX", "use_parallel_residual", True, "use_parallel_residual: .*got True"),
     ("GPTNeoX", "use_parallel_residual", ABSENT, "use_parallel_residual: .*got True"),
     ("GPTNeoX", "hidden_act", "gelu", "hidden_act: .*got 'gelu'"),
@@ -271,6 +308,7 @@ def test_weights_are_imported_without_a_tokenizer_that_cannot_be_read(
 
 
 LLAMA = ["positions=rotary", "norm=rms", "mlp=swiglu", "bias=false", "n_key_value_heads=2"]
+EXPERTS = [*LLAMA, "n_experts=4"]
 
 
 @pytest.mark.parametrize(
@@ -284,6 +322,10 @@ LLAMA = ["positions=rotary", "norm=rms", "mlp=swiglu", "bias=false", "n_key_valu
         ([*LLAMA, "query_key_norm=true"], "Qwen3ForCausalLM"),
         ([*LLAMA, "query_key_norm=all", "norm_place=after"], "Olmo2ForCausalLM"),
         ([*LLAMA, "query_key_norm=true", "d_model=62", "d_head=16"], "Qwen3ForCausalLM"),
+        ([*EXPERTS, "d_expert=40", "balance=none"], "MixtralForCausalLM"),
+        ([*EXPERTS, "query_key_norm=head", "n_dense_blocks=1"], "Qwen3MoeForCausalLM"),
+        ([*EXPERTS, "query_key_norm=all", "router_z_loss=1e-3"], "OlmoeForCausalLM"),
+        ([*EXPERTS, "query_key_norm=all", "router_normalized=false"], "OlmoeForCausalLM"),
     ],
 )
 def test_the_fields_of_a_run_choose_the_architecture(
@@ -310,11 +352,34 @@ def test_the_fields_of_a_run_choose_the_architecture(
         (
             [*LLAMA, "query_key_norm=true", "bias=true"],
             "Qwen3ForCausalLM, the nearest of GPT2LMHeadModel, GPTNeoXForCausalLM, "
-            "LlamaForCausalLM, Olmo2ForCausalLM, Qwen3ForCausalLM, has no model.bias=True\n",
+            "LlamaForCausalLM, MixtralForCausalLM, Olmo2ForCausalLM, OlmoeForCausalLM, "
+            "Qwen3ForCausalLM, Qwen3MoeForCausalLM, has no model.bias=True\n",
             "nearest that works: model.bias=false",
         ),
         ([*LLAMA, "d_model=62", "d_head=16"], "query_key_norm='none'\n", 'query_key_norm="head"'),
         ([*LLAMA, "norm_place=after"], "Olmo2.* has no model.query_key_norm='none'\n", '="all"'),
+        ([*EXPERTS, "balance=bias"], "Mixtral.* has no model.balance='bias'\n", '="loss"'),
+        ([*EXPERTS, "router=sigmoid"], "Mixtral.* has no model.router='sigmoid'\n", '="softmax"'),
+        ([*EXPERTS, "router_scale=2"], "Mixtral.* has no model.router_scale=2.0\n", "=1.0"),
+        ([*EXPERTS, "n_shared_experts=1"], "Mixtral.* no model.n_shared_experts=1\n", "_experts=0"),
+        ([*EXPERTS, "n_dense_blocks=1"], "Qwen3Moe.* no model.query_key_norm='none'\n", '="head"'),
+        (
+            [*EXPERTS, "query_key_norm=all", "n_dense_blocks=1"],
+            "Olmoe.* has no model.n_dense_blocks=1\n",
+            "model.n_dense_blocks=0",
+        ),
+        (
+            [*EXPERTS, "query_key_norm=all", "n_expert_groups=2", "n_active_groups=1"],
+            "Olmoe.* has no model.n_expert_groups=2\n",
+            "model.n_expert_groups=1",
+        ),
+        ([*EXPERTS, "query_key_norm=all", "d_head=32"], "Olmoe.* no model.d_head=32\n", "=16"),
+        ([*EXPERTS, "mlp=gelu"], "Mixtral.* has no model.mlp='gelu'\n", '="swiglu"'),
+        (
+            [*EXPERTS, "router_normalized=false"],
+            "Olmoe.* no model.query_key_norm='none'\n",
+            '="all"',
+        ),
     ],
 )
 def test_a_model_of_no_family_is_refused_with_the_nearest(fields, lacks, works):
@@ -322,6 +387,8 @@ def test_a_model_of_no_family_is_refused_with_the_nearest(fields, lacks, works):
     with pytest.raises(ConfigError, match=lacks) as raised:
         find_family(run.model)
     assert raised.value.hint.endswith(works)
+    (fix,) = re.findall(r"nearest that works: (.*)", raised.value.hint)
+    find_family(load_run("tiny", [*(f"model.{field}" for field in fields), *fix.split()]).run.model)
 
 
 def losses_of_transformers(folder: Path, run: Run) -> list[float]:
@@ -362,7 +429,7 @@ def run_from(folder: Path, tokens: Path, work: Path) -> Run:
         *("train.micro_batch_size=8", "train.global_batch_size=16", "model.sequence_length=32"),
         *("optimizer.learning_rate=1e-2", "schedule.minimum_learning_rate=1e-4"),
         *("optimizer.epsilon=1e-6", "log.tensorboard=false", f"train.start_from={folder}"),
-        "precision.kind=fp32",
+        *("precision.kind=fp32", "model.balance_coefficient=0"),
     ]
     return load_run(str(work / f"shape of {folder.name}" / "run.toml"), fields).run
 
@@ -371,17 +438,24 @@ def run_from(folder: Path, tokens: Path, work: Path) -> Run:
     "case",
     [
         "Llama tied, llama3 scaling",
+        "Qwen3Moe dense first",
         *(
             pytest.param(case, marks=pytest.mark.exhaustive)
-            for case in ("Llama", "Qwen3", "Olmo2", "GPTNeoX")
+            for case in ("Llama", "Qwen3", "Olmo2", "GPTNeoX", "Olmoe", "Mixtral", "Qwen3Moe")
         ),
     ],
 )
 def test_training_goes_on_as_in_transformers(tmp_path, case):
-    """Of a random model, then of the export of what it has become, with moments from zero."""
+    """Of a random model, then of the export of what it has become, with moments from zero.
+
+    Without the loss of balance, which transformers has for all blocks and tokens together. All
+    experts are active: of tens of thousands of choices some are so close that rounding decides.
+    """
     tokens = write_tokens(tmp_path)
     folder = tmp_path / "theirs"
-    save_random(folder, case, vocab_size=512)
+    numbers = [CASES[case].get(key, 0) for key in ("num_experts", "num_local_experts")]
+    active = {"num_experts_per_tok": max(numbers)} if any(numbers) else {}
+    save_random(folder, case, vocab_size=512, **active)
     for number in range(2):
         run = run_from(folder, tokens, tmp_path)
         trained = tmp_path / f"trained-{number}"

@@ -236,7 +236,7 @@ REFUSED_ARGUMENTS = {
     "group_query_attention": (True, "group_query_attention without num_query_groups"),
     "qk_layernorm": (True, "--qk-layernorm with --normalization LayerNorm has biases"),
     "num_key_value_heads": (2, "num_key_value_heads=2 are not 4"),
-    "num_experts": (8, "num_experts=8; our models have no experts"),
+    "num_experts": (8, "bias=true is not for experts"),
     "kv_channels": (16, r"qkv\.weight in .* has shape \[96, 32\]; its arguments say \[192, 32\]"),
     "bias_gelu_fusion": (False, "its GELU is exact"),
     "num_layers": (10**9, r"holds 4 layers; args\.num_layers is 1000000000"),
@@ -310,7 +310,7 @@ def test_folders_that_are_not_whole_are_refused(gpt2, tmp_path):
     os.mkfifo(empty / "latest")
     assert "has neither mp_rank_00/model_optim_rng.pt nor" in refusal(empty)
     (empty / "mp_rank_00_000_001").mkdir()
-    assert "is from an expert rank" in refusal(empty)
+    assert "no file of tensor rank 0, pipeline stage or layer 0, expert rank 0" in refusal(empty)
     (empty / "mp_rank_00_000_001").rmdir()
     (empty / "metadata.json").touch()
     assert "is a torch_dist checkpoint" in refusal(empty)

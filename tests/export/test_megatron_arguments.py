@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import shlex
 import tomllib
 from contextlib import suppress
 from pathlib import Path
@@ -15,14 +16,9 @@ from typer.testing import CliRunner
 from trainyard.cli.main import app
 from trainyard.config.load import all_fields, field_value, load_run
 from trainyard.errors import ConfigError
+from trainyard.export.foreign import classify, flag_table, refusal
 from trainyard.export.from_megatron import flag_of
-from trainyard.export.megatron_flags import (
-    classify,
-    flag_table,
-    import_arguments,
-    import_command,
-    refusal,
-)
+from trainyard.export.megatron_flags import import_arguments, import_command
 from trainyard.export.shell_script import read_command
 
 ROOT = Path(__file__).parents[2]
@@ -102,7 +98,7 @@ RECORDED = [
 
 
 READ_OTHERWISE = {"seq_length", "vocab_size", "make_vocab_size_divisible_by"}
-READ_OTHERWISE |= {"attention_dropout", "num_key_value_heads"}
+READ_OTHERWISE |= {"attention_dropout", "num_key_value_heads", "num_experts"}
 
 
 def test_every_argument_of_megatron_is_read_harmless_or_refused() -> None:
@@ -116,7 +112,8 @@ def test_every_argument_of_megatron_is_read_harmless_or_refused() -> None:
         for default in map(json.loads, defaults):
             assert flag_of(name) or not refusal(name, default), name
         of_model = any(classify(flag)[1].startswith("model.") for flag in flags.split())
-        assert not of_model or flag_of(name) or name in READ_OTHERWISE, name
+        is_read = flag_of(name) or name in READ_OTHERWISE or name.startswith("moe_")
+        assert not of_model or is_read, name
     assert len(RECORDED) > 900 and len(reached) > 30
     assert reached >= {"softmax_type", "use_mup", "window_attn_skip_freq", "rotary_percent"}
 
@@ -242,6 +239,124 @@ def test_what_megatron_needs_is_asked_for() -> None:
         import_command(
             "pretrain_gpt.py --num-layers 2 --hidden-size 64 --num-attention-heads 2", [], "x"
         )
+
+
+EXPERTS = (
+    "--disable-bias-linear --swiglu --num-experts 8 --moe-ffn-hidden-size 48 --moe-grouped-gemm "
+    "--moe-token-dispatcher-type alltoall"
+)
+"""Of a model with two blocks."""
+
+
+@pytest.mark.parametrize(
+    ("flags", "expected"),
+    [
+        ("", {"n_experts": 8, "n_active_experts": 2, "d_expert": 48, "balance": "none"}),
+        ("", {"n_shared_experts": 0, "n_dense_blocks": 0}),
+        (
+            "--moe-router-load-balancing-type seq_aux_loss --moe-aux-loss-coeff 1e-3 "
+            "--moe-router-topk 4 --moe-z-loss-coeff 1e-4 --moe-router-topk-scaling-factor 2.5",
+            {"balance": "loss", "balance_coefficient": 1e-3, "n_active_experts": 4}
+            | {"router_z_loss": 1e-4, "router_scale": 2.5},
+        ),
+        ("--moe-aux-loss-coeff 1e-3", {"balance": "loss", "balance_coefficient": 1e-3}),
+        ("--moe-aux-loss-coeff 1e-3 --moe-router-load-balancing-type none", {"balance": "none"}),
+        ("--moe-router-pre-softmax", {"router_normalized": False}),
+        (
+            "--moe-router-score-function sigmoid --moe-router-enable-expert-bias",
+            {"router": "sigmoid", "balance": "bias", "balance_coefficient": 1e-3},
+        ),
+        (
+            "--moe-router-score-function sigmoid --moe-router-enable-expert-bias "
+            "--moe-router-bias-update-rate 5e-4 --moe-router-topk 1",
+            {"balance_coefficient": 5e-4, "router_normalized": False},
+        ),
+        (
+            "--moe-router-score-function sigmoid --moe-router-num-groups 4 "
+            "--moe-router-group-topk 2 --moe-router-topk 4",
+            {"n_expert_groups": 4, "n_active_groups": 2},
+        ),
+        ("--moe-shared-expert-intermediate-size 96", {"n_shared_experts": 2}),
+        ("--moe-layer-freq ([0]*1+[1]*1)", {"n_dense_blocks": 1}),
+        ("--moe-layer-freq \"'([1]*2)'\"", {"n_dense_blocks": 0}),
+        ("--moe-layer-freq [0,1]", {"n_dense_blocks": 1}),
+        ("--moe-token-drop-policy probs --moe-router-dtype fp32", {"n_experts": 8}),
+    ],
+)
+def test_flags_of_experts(flags: str, expected: dict[str, Any]) -> None:
+    command = ["p.py", *f"{SMALL} {EXPERTS}".split(), *shlex.split(flags)]
+    found = tomllib.loads(import_arguments(command, {}, "x").text)["model"]
+    assert {name: found[name] for name in expected} == expected
+
+
+def test_ranks_share_experts_as_in_megatron(in_folder: Path) -> None:
+    flags = "--expert-model-parallel-size 4 --tensor-model-parallel-size 2"
+    fields = fields_of(
+        in_folder,
+        import_command(
+            f"p.py {SMALL} {EXPERTS} {flags} --expert-tensor-parallel-size 2", [], "x"
+        ).text,
+    )
+    assert (fields["parallel.expert"], fields["parallel.tensor"]) == (4, 2)
+
+
+def test_one_expert_is_a_dense_block() -> None:
+    """As Megatron-DeepSpeed says it."""
+    flags = "--num-experts 1 --moe-expert-parallel-size 1 --moe-router-topk 2 --moe-z-loss-coeff 1"
+    found = tomllib.loads(import_command(f"p.py {SMALL} {flags}", [], "x").text)["model"]
+    dense = tomllib.loads(import_command(f"p.py {SMALL}", [], "x").text)["model"]
+    assert found == dense
+
+
+@pytest.mark.parametrize(
+    ("flags", "problem"),
+    [
+        ("--moe-expert-capacity-factor 1.25", "1.25: no token is dropped, which is what Megatron"),
+        ("--moe-pad-expert-input-to-capacity", "no expert is padded"),
+        ("--moe-token-drop-policy position", "position: no token is dropped"),
+        ("--moe-shared-expert-gate", "a shared expert has no gate"),
+        ("--moe-latent-size 8", "--moe-latent-size 8: experts and routers have no such option"),
+        ("--moe-router-score-function sqrtsoftplus", "supported: softmax, sigmoid"),
+        ("--moe-router-load-balancing-type sinkhorn", "supported: aux_loss, seq_aux_loss, none"),
+        ("--moe-router-load-balancing-type aux_loss none", "needs one value"),
+        ("--moe-shared-expert-intermediate-size 50", "(?s)50 is not.*--moe-ffn-hidden-size, 48"),
+        ("--moe-layer-freq 2", "(?s)freq 2: only the first blocks.*for example .*0.*1.*1"),
+        ("--moe-layer-freq [1]+[0]", "only the first blocks can be without experts"),
+        ("--moe-layer-freq [1]*3", "only the first blocks can be without experts"),
+        ("--moe-layer-freq 9**9**9", "only the first blocks can be without experts"),
+        ("--moe-layer-freq [0]*2", "n_dense_blocks=2 leaves none of n_layers=2 blocks"),
+        (
+            "--moe-router-score-function sigmoid --moe-router-enable-expert-bias "
+            "--moe-aux-loss-coeff 1e-4",
+            "(?s)--moe-aux-loss-coeff with --moe-router-enable-expert-bias.*coeff 0",
+        ),
+        (
+            "--moe-router-enable-expert-bias",
+            "(?s)bias with softmax.*--moe-router-score-f.* sigmoid",
+        ),
+        (
+            "--moe-router-num-groups 4 --moe-router-group-topk 2 --moe-router-topk 4",
+            "with softmax of those chosen",
+        ),
+        (
+            "--moe-router-pre-softmax --moe-router-num-groups 4 --moe-router-group-topk 2",
+            "(?s)--moe-router-group-topk 2 with --moe-router-topk 2.*--moe-router-topk 4",
+        ),
+        ("--expert-tensor-parallel-size 2", "(?s)that of --tensor-model-parallel-size, 1"),
+        ("--expert-model-parallel-size 3", "n_experts=8 must be divisible by parallel.expert=3"),
+        ("--deepspeed", "--num-experts with --deepspeed, whose experts drop tokens"),
+        ("--fp8-format hybrid", "precision.kind='fp8' is incompatible with model.n_experts=8"),
+    ],
+)
+def test_experts_that_are_not_supported_are_refused(flags: str, problem: str) -> None:
+    with pytest.raises(ConfigError) as raised:
+        import_command(f"pretrain_gpt.py {SMALL} {EXPERTS} {flags}", [], "x")
+    assert re.search(problem, str(raised.value)), raised.value
+
+
+def test_biases_of_experts_are_refused() -> None:
+    with pytest.raises(ConfigError, match="bias=true is not for experts"):
+        import_command(f"p.py {SMALL} --num-experts 8", [], "x")
 
 
 def test_megatrons_defaults_are_written(in_folder: Path) -> None:

@@ -25,6 +25,9 @@ FAMILIES = {
     "Qwen3ForCausalLM": SHAPE | {"model_type": "qwen3", "num_key_value_heads": 2, "head_dim": 12},
     "Olmo2ForCausalLM": SHAPE | {"model_type": "olmo2", "pad_token_id": None},
     "GPTNeoXForCausalLM": SHAPE | NEOX,
+    "OlmoeForCausalLM": SHAPE | {"model_type": "olmoe", "num_experts": 8, "pad_token_id": None},
+    "Qwen3MoeForCausalLM": SHAPE | {"model_type": "qwen3_moe", "head_dim": 12, "num_experts": 9},
+    "MixtralForCausalLM": SHAPE | {"model_type": "mixtral", "num_key_value_heads": 2},
 }
 LLAMA3 = {"rope_type": "llama3", "factor": 4.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
 LLAMA3 |= {"original_max_position_embeddings": 16}
@@ -67,6 +70,21 @@ def test_any_mixture_of_rotary_keys_is_read_as_transformers_does(
         assert found is not None
         torch.testing.assert_close(found[:, :, 0].float(), expected, rtol=0, atol=1e-5)
     assert n_read > 30
+
+
+@pytest.mark.parametrize("given", ["num_experts", "num_local_experts", "both"])
+@pytest.mark.parametrize("family", [name for name in FAMILIES if "oe" in name or "Mix" in name])
+def test_synonyms_of_experts_are_read_as_transformers_does(
+    tmp_path: Path, family: str, given: str
+) -> None:
+    numbers = {"num_experts": 10, "num_local_experts": 12}
+    keys = {key: number for key, number in numbers.items() if given in (key, "both")}
+    config = {k: value for k, value in FAMILIES[family].items() if k not in numbers} | keys
+    (tmp_path / "config.json").write_text(json.dumps(config | {"architectures": [family]}))
+    theirs = transformers.AutoConfig.from_pretrained(tmp_path)
+    _, ours = read_config((tmp_path / "config.json").read_bytes(), "config.json")
+    assert ours.n_experts == theirs.num_experts
+    assert ours.n_active_experts == theirs.num_experts_per_tok
 
 
 @pytest.mark.parametrize("given", ["n_head", "num_attention_heads", "both"])

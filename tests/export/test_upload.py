@@ -17,6 +17,7 @@ import pytest
 from tests.export.hub_server import ATTRIBUTES, TOKEN, Hub, Repository
 from tests.waiting import WATCHDOG_SECONDS
 
+from trainyard.architecture import parameter_count
 from trainyard.checkpoint.format import read_manifest
 from trainyard.cli.export import export
 from trainyard.errors import CheckpointError, ConfigError, MachineError
@@ -83,6 +84,18 @@ def test_the_card_has_the_facts_of_the_run(make_checkpoint, tmp_path):
         assert fact in card
     assert "secret" not in card
     assert "older" not in card
+
+
+def test_the_card_says_what_a_token_uses(make_checkpoint):
+    experts = ("model.n_experts=4", "model.mlp=swiglu", "model.bias=false")
+    checkpoint, _ = make_checkpoint(*experts)
+    manifest = read_manifest(checkpoint)
+    model = manifest.build_run().model
+    card = render_card(checkpoint, manifest, "MixtralForCausalLM", "float32", "mit", "me/x")
+    n_parameters = parameter_count(model, model.vocabulary_size)
+    n_idle = model.n_layers * 2 * 3 * model.d_model * model.d_ff
+    assert f"of {n_parameters:,} parameters ({n_parameters - n_idle:,} active), pre" in card
+    assert f"| parts | SwiGLU, 4 experts of {model.d_ff}, 2 active, no biases |" in card
 
 
 def test_an_export_has_a_card_with_its_licence_to_fill_in(make_checkpoint, tmp_path):

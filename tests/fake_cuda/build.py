@@ -30,20 +30,22 @@ DRIVER_CALL = re.compile(r"\bcu[A-Z]\w+(?=\()")
 CUDA_LIBRARY = re.compile(r"NEEDED.*\[(lib(?:cu|nv|nccl)[^]]*)\]")
 NOTHING_TO_DO = re.compile(
     "__cudaRegister.*|__cudaUnregisterFatBinary"
-    "|cuda(Event|Stream)(Destroy|Query|Record|WaitEvent).*|cudaThreadExchangeStreamCaptureMode"
+    "|cuda(Event|Stream)(Destroy|Query).*|cudaThreadExchangeStreamCaptureMode"
     "|cudaDeviceEnablePeerAccess|cudaFuncSetAttribute|cudaFuncSetCacheConfig|cudaMemcpyToSymbol"
     "|cudaProfiler.*"
     "|cuCtxSetLimit"
     "|cublasDestroy_v2|cublasSet.*|cublasLtMatrixLayoutSetAttribute"
     "|cublasLtMatmulPreferenceSetAttribute"
-    "|ncclComm(Destroy|Abort|Finalize|Deregister)|ncclGroup(Start|End)|ncclRedOpDestroy"
+    "|ncclComm(Destroy|Abort|Finalize|Deregister)|ncclRedOpDestroy"
     "|cupti.*"
 )
 """Functions that give nothing back, for which doing nothing is success.
 
 All others that no stub defines say so and fail: then a case fails, and a stub must be written.
 """
-MATMUL = re.compile(r"cublas([SD](gemm|gemv|dot)\w*|Gemm\w*|DotEx)")
+MATMUL = re.compile(r"cublas([SD]gemm|Gemm)(?!v)\w*")
+"""Their first arguments are the handle, two flags, and rows, columns and inner size."""
+VECTORS = re.compile(r"cublas([SD](gemv|dot)\w*|DotEx)")
 NOT_SUPPORTED = 801
 """cudaErrorNotSupported; an error in every other library too."""
 
@@ -85,12 +87,16 @@ def main() -> None:
 
 def write_rest(names: Iterable[str]) -> str:
     """Writes a C function for each symbol that torch or Triton needs and no stub defines."""
-    lines = ["#include <stdio.h>", "long fake_cuda_count_matmul(void);"]
+    count = "fake_cuda_count_matmul"
+    lines = ["#include <stdio.h>", f"long {count}(void*, int, int, int, const char*);"]
     for name in names:
         if NOTHING_TO_DO.fullmatch(name):
             lines.append(f"long {name}(void) {{ return 0; }}")
         elif MATMUL.fullmatch(name):
-            lines.append(f"long {name}(void) {{ return fake_cuda_count_matmul(); }}")
+            arguments = "void* h, int a, int b, int m, int n, int k"
+            lines.append(f'long {name}({arguments}) {{ return {count}(h, m, n, k, "{name}"); }}')
+        elif VECTORS.fullmatch(name):
+            lines.append(f'long {name}(void* h) {{ return {count}(h, 0, 0, 0, "{name}"); }}')
         else:
             text = f'fputs("fake CUDA: no stub for {name}\\n", stderr)'
             lines.append(f"long {name}(void) {{ {text}; return {NOT_SUPPORTED}; }}")

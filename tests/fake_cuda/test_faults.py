@@ -93,7 +93,7 @@ FAULTS = {
         "the host waits 1 times in a step",
     ),
     "many launches": Fault(MLP, "forward", launch_much, "launches a step, not "),
-    "a graph break": Fault(MLP, "forward", break_the_graph, "graph breaks: ", COMPILED),
+    "a graph break": Fault(MLP, "forward", break_the_graph, "graph break", COMPILED),
     "blocks compiled again": Fault(
         *(StepStats, "divisor", lambda *_: torch._dynamo.reset()),
         "graphs compiled after the warm-up",

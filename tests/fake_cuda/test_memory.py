@@ -11,7 +11,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from tests.circles import skip_if_torch_is_old
 from tests.fake_cuda.device import build_on_device, in_forks
 
 from trainyard.bench.measure import OurTraining
@@ -105,7 +104,6 @@ def test_the_plan_is_at_most_a_little_above_and_never_below(
     n_ranks, words = CELLS[name]
     preset, *changes = words.split()
     run = load_run(preset, ["train.batch_ramp=none", *changes]).run
-    skip_if_torch_is_old(run)
     plan = resolve(run, n_ranks)
     memories = [rank_memory(run, plan, each) for each in range(plan.topology.pipeline)]
     # The fake device has neither context nor libraries.

@@ -28,6 +28,11 @@ DOCUMENTS = (
     *("model.attention_within_documents=true", "model.end_of_document_id=3"),
     *("model.vocabulary_size=10", "model.dropout=0.1", "train.z_loss=1e-4"),
 )
+EXPERTS = (
+    *("model.positions=rotary", "model.norm=rms", "model.mlp=swiglu", "model.bias=false"),
+    *("model.n_experts=16", "model.d_expert=512", "model.n_shared_experts=1"),
+    *("model.router_z_loss=1e-3", "model.dropout=0"),
+)
 OTHERS = {
     "untied embeddings, eager": ("model.tied_embeddings=false", "train.compile=never"),
     "deterministic, compiled": ("train.deterministic=true",),
@@ -36,8 +41,11 @@ OTHERS = {
     "rowwise, eager": ("precision.fp8.scaling=rowwise", "train.compile=never"),
     "documents, compiled": DOCUMENTS,
     "documents, eager": (*DOCUMENTS, "train.compile=never"),
+    "experts, compiled": EXPERTS,
+    "experts, eager": (*EXPERTS, "train.compile=never"),
 }
 ONLY_FOR = {
+    "experts": ("bf16",),
     "rowwise": ("fp8", "fp8_lowbit"),
     "documents": ("fp32", "bf16"),  # what takes a mask, and what takes lengths of documents
     "rowwise, compiled": ("fp8",),
@@ -84,6 +92,7 @@ BLOCKS = {
         *("model.positions=rotary", "model.norm=rms", "model.mlp=swiglu", "model.bias=false"),
         "model.n_key_value_heads=2",
     ),
+    "host calls a block, experts": EXPERTS,
 }
 
 

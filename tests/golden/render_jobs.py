@@ -10,11 +10,14 @@ from __future__ import annotations
 
 import os
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 from trainyard.api.launching import Request, plan_jobs
+from trainyard.api.sweeping import plan_array
 from trainyard.jobs.job import Job
 from trainyard.jobs.script import render_header
+from trainyard.sweeps.sets import build_set
 
 ROOT = Path(__file__).parents[2]
 FOLDER = Path(__file__).parent / "jobs"
@@ -76,6 +79,13 @@ STAGES: dict[str, tuple[str, str, int, dict[str, str]]] = {
 }
 
 
+# Sets of runs: cluster, tasks of the array, options.
+SETS: dict[str, tuple[str, int, dict[str, str]]] = {
+    "slurm": ("slurm", 3, {"time": "02:00:00"}),
+    "pbs": ("pbs", 2, {"time": "12:00:00"}),
+    "lumi": ("lumi", 4, LUMI),
+}
+
 # Jobs with a golden file.
 GOLDEN = (
     "laptop-wikipedia",
@@ -91,6 +101,9 @@ GOLDEN = (
     "on-mpi",
     "on-mpi-openmpi-apptainer",
     "on-ssh",
+    "set-on-slurm",
+    "set-on-pbs",
+    "set-on-lumi",
     "all-msamp-345m-bf16.prepare-wikipedia",
     "all-benchmark64-full.download-openwebtext",
 )
@@ -119,6 +132,13 @@ def all_jobs() -> dict[str, Job]:
         jobs = plan_jobs(request, PROJECT)[1]
         for stage, job in jobs.items():
             found[f"{name}.{stage}" if len(jobs) > 1 else name] = job
+    values = ["optimizer.learning_rate=1e-3,2e-3,4e-3,8e-3"]
+    run_set, runs = build_set("recipes/lumi/125m.toml", values, "rates")
+    for name, (cluster, nodes, options) in SETS.items():
+        request = Request("recipes/lumi/125m.toml", values, cluster, nodes, options=options)
+        command = f"trainyard sweep recipes/lumi/125m.toml --cluster {cluster} --nodes {nodes}"
+        job = plan_array(run_set, runs.values(), request, command, ["--stop-hopeless"])
+        found[f"set-on-{name}"] = replace(job, folder=PROJECT / run_set.folder)
     return found
 
 

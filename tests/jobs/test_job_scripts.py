@@ -80,11 +80,12 @@ ALLOWED = ("SC2034", "SC2054")
 @pytest.mark.skipif(not SHELLCHECK, reason="shellcheck is not installed (pip install '.[dev]')")
 def test_shellcheck_finds_nothing(jobs: dict[str, Job], tmp_path: Path) -> None:
     """Also that the header sets every variable that the rest reads."""
-    ways: dict[tuple[str, bool], str] = {}
+    ways: dict[tuple[str | bool, ...], str] = {}
     for job in jobs.values():
-        key = job.cluster.launch.scheduler, job.is_stage, job.has_torchrun
+        is_array = bool(job.n_array_tasks)
+        key = job.cluster.launch.scheduler, job.is_stage, job.has_torchrun, is_array
         ways.setdefault(key, render(job))
-    assert len(ways) == 8
+    assert len(ways) == 10
     paths = [tmp_path / f"{number}.sh" for number in range(len(ways))]
     for path, text in zip(paths, ways.values(), strict=True):
         path.write_text(text)

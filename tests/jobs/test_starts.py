@@ -35,7 +35,7 @@ case $word in
        touch "runs/run/checkpoints/step-0000000${word#*:}/manifest.json" ;;
   *!*) mkdir -p runs/run/logs/attempt-0
        echo "{\\"host\\": \\"${word#*!}\\", \\"has_failed\\": true}" \\
-         > runs/run/logs/attempt-0/rank-0.json ;;
+         > runs/run/logs/attempt-0/rank-00000.failed.json ;;
   *\\?*) echo "${word#*\\?}" > "runs/run/logs/refused-$TRAINYARD_JOB" ;;
   *=*) echo "{\\"exit_code\\": ${word#*=}}" > runs/run/outcome.json ;;
 esac
@@ -110,7 +110,7 @@ def test_without_a_spare_it_stays_down(folder: Path) -> None:
 
 
 def test_an_old_witness_blames_nobody(folder: Path) -> None:
-    old = folder / "runs" / "run" / "logs" / "attempt-0" / "rank-0.json"
+    old = folder / "runs" / "run" / "logs" / "attempt-0" / "rank-00000.failed.json"
     old.parent.mkdir(parents=True)
     old.write_text(json.dumps({"host": "localhost", "has_failed": True}))
     os.utime(old, (1, 1))

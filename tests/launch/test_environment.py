@@ -16,10 +16,12 @@ from trainyard.launch.environment import (
     N_PORTS,
     Process,
     first_host,
+    own_environment,
     rank_environment,
     read_process,
     refuse_missing_devices,
     seconds_left,
+    visible_devices,
 )
 
 
@@ -138,8 +140,9 @@ def test_what_is_written_for_a_local_rank_is_read_there() -> None:
     process = Process(2, 4, 2, 4, store_file=Path("/tmp/x/store"), parent_pipe=5)
     environment = rank_environment(process, 3, TORCHRUN | STEP)
     assert read_process(environment) == process
-    assert environment["OMP_NUM_THREADS"] == "3"
-    assert rank_environment(process, 3, {"OMP_NUM_THREADS": "7"})["OMP_NUM_THREADS"] == "7"
+    for name, value in (("OMP_NUM_THREADS", "3"), ("GLIBC_TUNABLES", "glibc.malloc.hugetlb=1")):
+        assert environment[name] == value
+        assert rank_environment(process, 3, {name: "7"})[name] == "7"
 
 
 def test_a_worker_below_a_launcher_keeps_its_place() -> None:
@@ -148,6 +151,33 @@ def test_a_worker_below_a_launcher_keeps_its_place() -> None:
     assert read_process(environment) == process
     assert environment["OMP_NUM_THREADS"] == "2,1"
     assert "OMP_NUM_THREADS" not in rank_environment(process, 3, TORCHRUN)
+    assert environment["GLIBC_TUNABLES"] == "glibc.malloc.hugetlb=1"
+    own = {"GLIBC_TUNABLES": "glibc.malloc.perturb=1"}
+    assert own.items() <= rank_environment(process, 3, TORCHRUN | own).items()
+
+
+@pytest.mark.parametrize("launcher", [TORCHRUN, STEP, {"PMI_RANK": "1", "PMI_SIZE": "2"}])
+def test_a_command_of_its_own_is_no_rank_of_the_launcher(launcher: dict[str, str]) -> None:
+    of_job = {"TRAINYARD_JOB": "7-0", "TRAINYARD_DEVICES": "8", "TRAINYARD_END": "99", "X": "1"}
+    found = own_environment(["3", "5"], 4, 9, launcher | of_job)
+    assert read_process(found) == Process(parent_pipe=9)
+    assert {name for name in found if name.startswith("TRAINYARD")} == {
+        "TRAINYARD_PARENT_PIPE", "TRAINYARD_END",
+    }  # fmt: skip
+    assert (found["CUDA_VISIBLE_DEVICES"], found["OMP_NUM_THREADS"]) == ("3,5", "4")
+    assert found["X"] == "1"
+
+
+def test_gpus_are_named_as_in_the_environment() -> None:
+    assert visible_devices(3, {}) == ["0", "1", "2"]
+    assert visible_devices(8, {"CUDA_VISIBLE_DEVICES": "GPU-ab,GPU-cd"}) == ["GPU-ab", "GPU-cd"]
+    assert visible_devices(8, {"ROCR_VISIBLE_DEVICES": "4"}) == ["4"]
+    assert visible_devices(8, {"CUDA_VISIBLE_DEVICES": ""}) == []  # hidden
+    assert visible_devices(0, {"CUDA_VISIBLE_DEVICES": "0"}) == []
+    found = own_environment(["4"], 1, 9, {"ROCR_VISIBLE_DEVICES": "4,5", "OMP_NUM_THREADS": "7"})
+    assert found["ROCR_VISIBLE_DEVICES"] == "4" and "CUDA_VISIBLE_DEVICES" not in found
+    assert found["OMP_NUM_THREADS"] == "7"
+    assert own_environment([], 1, 9, {"CUDA_VISIBLE_DEVICES": ""})["CUDA_VISIBLE_DEVICES"] == ""
 
 
 def test_time_until_the_limit_of_a_scheduler(monkeypatch: pytest.MonkeyPatch) -> None:

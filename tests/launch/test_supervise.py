@@ -127,7 +127,7 @@ def test_a_hang_is_named_with_all_stacks(folder: Path) -> None:
     assert done.said.count(" in meet\n") == 2
     assert "rank 2 is stopped: no stack available" in done.said
     assert "restart 1 of 3: from step-00000004" in done.said
-    told = json.loads((folder / "logs/attempt-0/rank-00002.json").read_text())
+    told = json.loads((folder / "logs/attempt-0/rank-00002.hang.json").read_text())
     assert (told["rank"], told["step"], told["state"]) == (2, 5, "stopped")
 
 

@@ -6,10 +6,13 @@ import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
+from trainyard.architecture import padded_vocabulary_size, parameter_count
 from trainyard.config.load import load_run
 from trainyard.config.run import Model, Recompute
 from trainyard.layout.flops import (
+    active_parameter_count,
     describe_formula,
+    describe_parameters,
     figures_by_formula,
     flops_per_token,
     model_flops_per_token,
@@ -17,6 +20,42 @@ from trainyard.layout.flops import (
     tflops_per_second_per_gpu,
 )
 from trainyard.model.gpt import GPT
+
+SHAPES = {
+    "Qwen3 30B-A3B": (
+        "qwen3-0.6b",
+        """model.n_layers=48 model.d_model=2048 model.n_heads=32 model.n_key_value_heads=4
+        model.d_head=128 model.n_experts=128 model.n_active_experts=8 model.d_expert=768
+        model.tied_embeddings=false""",
+    ),
+    "Mixtral 8x7B": (
+        "llama-3.1-8b",
+        """model.n_experts=8 model.n_active_experts=2 model.d_expert=14336
+        model.vocabulary_size=32000 model.sequence_length=4096""",
+    ),
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "billions", "active_billions"),
+    [("Qwen3 30B-A3B", 30.5, 3.3), ("Mixtral 8x7B", 46.7, 12.9)],
+)
+def test_parameters_of_mixtures_are_published(
+    name: str, billions: float, active_billions: float
+) -> None:
+    """Of arXiv:2505.09388 and 2401.04088."""
+    preset, changes = SHAPES[name]
+    model = load_run(preset, changes.split()).run.model
+    padded = padded_vocabulary_size(model)
+    assert parameter_count(model, padded) / 1e9 == pytest.approx(billions, abs=0.06)
+    active = active_parameter_count(model, padded)
+    assert active / 1e9 == pytest.approx(active_billions, abs=0.06)
+    # Six FLOP for each active parameter, except the embedding, which is read, and attention.
+    scores = 6 * model.n_layers * model.sequence_length * model.n_heads * model.d_head
+    read = padded * model.d_model
+    flops = model_flops_per_token(model, padded)
+    assert flops == pytest.approx(6 * (active - read) + scores, rel=1e-3)
+    assert f"uses {active:,}" in describe_parameters(model, padded)
 
 
 def printed_figure(

@@ -113,12 +113,7 @@ def deal_out_stages(values: dict[str, Any]) -> None:
     several_allowed = schedule not in ("gpipe", "1f1b")
     if (chunks > 1 and not several_allowed) or (chunks == 1 and schedule == "interleaved"):
         raise UnevenError
-    splits_backward = schedule == "zero_bubble"
-    if splits_backward and (values["compile"] != "never" or values["recompute"] != "none"):
-        raise UnevenError
-    if splits_backward and values["zero_stage"] == 3:
-        raise UnevenError
-    if values["zero_stage"] == 2:
+    if schedule == "zero_bubble" and values["zero_stage"] >= 2:
         raise UnevenError
 
 
@@ -414,6 +409,60 @@ def test_no_other_cut_has_a_faster_slowest_stage(
     )
 
 
+@given(
+    costs=st.builds(Costs, st.integers(0, 9), st.integers(1, 5), st.integers(0, 30)),
+    n_layers=st.integers(1, 60),
+    pipeline=st.integers(1, 8),
+    chunks=st.integers(1, 4),
+)
+def test_each_block_goes_to_the_cheapest_stage(
+    costs: Costs, n_layers: int, pipeline: int, chunks: int
+) -> None:
+    n_stages = pipeline * chunks
+    if n_stages > n_layers:
+        return
+    of_stages = [costs.block] * n_stages
+    of_stages[0] += costs.first
+    of_stages[-1] += costs.last
+    sizes = [1] * n_stages
+    for _ in range(n_layers - n_stages):
+        of_ranks = [sum(of_stages[rank::pipeline]) for rank in range(pipeline)]
+        _, _, later = min((of_stages[s], of_ranks[s % pipeline], -s) for s in range(n_stages))
+        of_stages[-later] += costs.block
+        sizes[-later] += 1
+    stages = balanced_stages(costs, n_layers, n_stages, pipeline)
+    assert [end - first for first, end in stages] == sizes
+
+
+@given(
+    first=st.integers(0, 9),
+    block=st.integers(1, 5),
+    last=st.integers(0, 30),
+    dense=st.tuples(st.integers(1, 4), st.integers(1, 9)),
+    sizes=st.tuples(st.integers(1, 9), st.integers(1, 5)),
+)
+def test_dense_first_blocks_count_as_much_as_they_take(
+    first: int, block: int, last: int, dense: tuple[int, int], sizes: tuple[int, int]
+) -> None:
+    (n_layers, n_stages), costs = sizes, Costs(first, block, last, dense)
+    if n_stages > n_layers:
+        return
+    of_blocks = [dense[1] if number < dense[0] else block for number in range(n_layers)]
+    of_blocks[0] += first
+    of_blocks[-1] += last
+
+    def slowest(cut: Sequence[int]) -> int:
+        ends = list(itertools.accumulate(cut, initial=0))
+        return max(sum(of_blocks[a:b]) for a, b in itertools.pairwise(ends))
+
+    stages = balanced_stages(costs, n_layers, n_stages, n_stages)
+    assert [number for stage in stages for number in range(*stage)] == list(range(n_layers))
+    found = tuple(end - start for start, end in stages)
+    assert min(found) >= 1
+    if dense[1] != block:
+        assert slowest(found) == min(map(slowest, every_cut(n_layers, n_stages)))
+
+
 def test_head_and_embedding_count() -> None:
     plan = resolve(load_run("gpt3-125m", ["parallel.pipeline=4"]).run)
     sizes = [end - first for first, end in plan.stages]
@@ -428,7 +477,7 @@ def test_plans_are_json() -> None:
     stored = plan.as_json()
     assert json.loads(json.dumps(stored)) == stored
     assert stored["topology"] == {
-        "pipeline": 2, "replicate": 1, "shard": 2, "context": 1, "tensor": 2
+        "pipeline": 2, "replicate": 1, "shard": 2, "context": 1, "tensor": 2, "expert": 1
     }  # fmt: skip
     assert stored["stages"] == [[0, 1], [1, 2]]
     assert stored["data_parallel_size"] == 2

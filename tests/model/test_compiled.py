@@ -51,10 +51,12 @@ BACKENDS = ["aot_eager", "inductor"]
 
 
 def functions() -> Iterator[type[torch.autograd.Function]]:
-    """Finds every autograd function of Trainyard."""
+    """Finds every autograd function that is compiled: `compile_block` leaves experts out."""
     for package in PACKAGES:
         folder = import_module(f"trainyard.{package}").__path__
         for module in pkgutil.iter_modules(folder, f"trainyard.{package}."):
+            if module.name.endswith(".experts"):
+                continue
             found = vars(import_module(module.name)).values()
             for each in found:
                 is_function = isinstance(each, type) and issubclass(each, torch.autograd.Function)
@@ -72,7 +74,7 @@ def calls_on_one_rank(dtype: torch.dtype) -> dict[str, Call]:
     bits = torch.randint(-(2**62), 2**62, (8, 1))
     factors = torch.randint(-(2**31), 2**31 - 1, (16,), dtype=torch.int32)
     rotation = torch.rand(2, 3, 1, 16)
-    plain, halves = (PlainProduct(), None, 1), (PlainProduct(), None, 2)
+    plain, halves = ((PlainProduct(), None, False, n_parts) for n_parts in (1, 2))
     cast, labels = torch.randn(12, 16).to(torch.bfloat16), torch.randint(0, 20, (8,))
     options = LossOptions(20)
     return {
@@ -111,11 +113,20 @@ def calls_on_two_ranks(dtype: torch.dtype) -> dict[str, Call]:
     """Gives a call of each function that exchanges tensors."""
     group, x = dist.group.WORLD, torch.randn(2, 4, 6, dtype=dtype)
     q, k, v = torch.randn(3, 2, 4, 8, 16, dtype=dtype)
-    exchanges = ("copy_to_group", "reduce_from_group", "gather_tokens", "scatter_tokens")
-    calls: dict[str, Call] = {
-        f"_Collective: {name}": (partial(getattr(collectives, name), group=group), [x])
-        for name in (*exchanges, "exchange_parts")
+    exchanges = {
+        f"{'by tokens' if by_tokens else 'whole'}, {in_piece} in a piece": collectives.TensorRanks(
+            group, by_tokens, in_piece, 1, gathers_again=False
+        )
+        for by_tokens in (False, True)
+        for in_piece in (1, 2)
     }
+    calls: dict[str, Call] = {
+        f"_Collective: {name}, {name_of_call}": (getattr(ranks, name_of_call), [x])
+        for name, ranks in exchanges.items()
+        for name_of_call in ("spread", "collect")
+    }
+    parts = partial(collectives.exchange_parts, group=group)
+    calls["_Collective: exchange_parts"] = parts, [x]
     return calls | {"_Ring": (lambda *qkv: _Ring.apply(*qkv, None, group), [q, k, v])}
 
 
@@ -241,7 +252,14 @@ FAMILIES = {
     "qwen": ("qwen3-0.6b",),
     "smollm": ("smollm2-135m",),
     "olmo": ("olmo-2-1b",),
+    # Experts are outside of what is compiled.
+    "olmoe": ("olmoe-1b-7b", "model.n_experts=0"),
+    "deepseek": ("deepseek-moe-16b", "model.n_experts=0"),
     "rotary gpt3": ("demo",),
+    "experts": (
+        *("modern-350m", "model.n_experts=4", "model.n_shared_experts=1", "model.d_expert=32"),
+        *("model.balance_coefficient=0.1", "model.router_z_loss=0.1"),
+    ),
     "within documents": (
         *("llama-3.2-1b", "model.attention_within_documents=true", "model.end_of_document_id=3"),
     ),

@@ -11,6 +11,7 @@ from trainyard.model.dropout import (
     Dropout,
     at_site,
     dropout,
+    rows_of_heads,
     sequence_seeds,
 )
 
@@ -140,3 +141,13 @@ def test_module_needs_keys() -> None:
     assert module(x, None, positions) is x
     expected = dropout(x, 0.3, at_site(seeds, 2), positions)
     assert torch.equal(module(x, seeds, positions), expected)
+
+
+@pytest.mark.parametrize("first_head", [0, 2])
+def test_weights_of_heads_of_any_rank_are_the_same_compiled(first_head: int) -> None:
+    def drop(x: Tensor, seeds: Tensor) -> Tensor:
+        return dropout(x, 0.5, seeds, rows_of_heads(first_head, 2, 4, x.device))
+
+    torch.compiler.reset()
+    x, seeds = torch.ones(1, 2, 4, 4, dtype=torch.float64), sequence_seeds(1, 0, 0, 1)
+    assert torch.equal(torch.compile(drop, fullgraph=True)(x, seeds), drop(x, seeds))

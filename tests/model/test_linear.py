@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
@@ -11,7 +12,16 @@ import torch
 from trainyard.architecture import LayerSpec
 from trainyard.config.run import Model
 from trainyard.model.gpt import MLP
-from trainyard.model.linear import Linear, Norm, add_to_gradients, cast_once
+from trainyard.model.linear import (
+    Linear,
+    Norm,
+    add_to_gradients,
+    cast_once,
+    compute_beside_exchange,
+    compute_sums,
+    defer_sums,
+    sum_product,
+)
 
 SQUARE = LayerSpec("square", "linear", (8, 8), "replicated", has_bias=True)
 PAIRED = replace(SQUARE, fused=(4, (1, 1)))
@@ -129,3 +139,27 @@ def test_gradients_of_swiglu_are_those_of_its_formula() -> None:
     expected.backward(upstream)
     torch.testing.assert_close(mlp.up.weight.grad, up.grad)
     torch.testing.assert_close(mlp.down.weight.grad, down.grad)
+
+
+def test_sums_that_wait_are_computed_once_and_fail_as_themselves() -> None:
+    total, a, b = torch.zeros(2, 2), torch.ones(2, 3), torch.ones(3, 2)
+    with defer_sums(for_exchange=True) as sums:
+        sum_product(total, a, b)
+        assert not total.any() and len(sums) == 1
+        compute_beside_exchange()
+        assert total.eq(3).all() and not sums
+        sums.append(partial(sum_product, total, a, b))  # as a compiled block does: it asks again
+        compute_sums(sums)  # does not wait for itself
+        assert total.eq(6).all() and not sums
+
+    def fail() -> None:
+        raise torch.OutOfMemoryError("no room")
+
+    with (
+        pytest.raises(torch.OutOfMemoryError, match="no room"),
+        defer_sums(for_exchange=True) as sums,
+    ):
+        sums.append(fail)
+        compute_beside_exchange()
+    sum_product(total, a, b)
+    assert total.eq(9).all(), "nothing waits afterwards"

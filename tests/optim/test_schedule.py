@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from trainyard.config.load import load_run
+from trainyard.errors import ConfigError
 from trainyard.layout.resolve import learning_rate, resolve
 
 
@@ -45,6 +46,26 @@ SHAPE += ["schedule.cooldown='20 sequences'"]
 def test_shapes(kind: str, expected: dict[int, float]) -> None:
     got = {n: rate([*SHAPE, f"schedule.kind={kind}"], n) for n in expected}
     assert got == pytest.approx(expected)
+
+
+POINTS = "0: 0, 10 sequences: 1, 3840 tokens: 0.5, 60 sequences: 0.1, 110 sequences: 0.2"
+
+
+def test_points() -> None:
+    points = ["schedule.kind=points", f"schedule.points='{POINTS}'"]
+    # 3,840 tokens are 60 sequences: a jump.
+    expected = {5: 0.5, 10: 1.0, 35: 0.75, 60: 0.5, 61: 0.102, 85: 0.15, 110: 0.2, 500: 0.2}
+    got = {n: rate([*SHAPE, *points], n) for n in expected}
+    assert got == pytest.approx(expected)
+    late = ["schedule.kind=points", "schedule.points='10 sequences: 1, 20 sequences: 0'"]
+    assert [rate(late, n) for n in (1, 10, 15)] == [1, 1, 0.5]
+
+
+def test_points_out_of_order_in_other_units() -> None:
+    points = "0: 0, 20 sequences: 1e-3, 64 tokens: 1e-4"
+    with pytest.raises(ConfigError, match="64 tokens is sequence 1, before 20") as caught:
+        rate(["schedule.kind=points", f"schedule.points='{points}'"], 1)
+    assert caught.value.hint == "list points in the order of training"
 
 
 def test_without_warmup_the_first_step_has_the_peak() -> None:

@@ -5,7 +5,7 @@ What it is wanted to do is
     {"process": fields of Process, "facts": {..}, "timeout": seconds, "number": in the list,
      "after": those of ranks which must have come before,
      "gives_up_after": [those after which the time is up for those who wait for more],
-     "others": numbers of all the others,
+     "reason": of one that refuses, "others": numbers of all the others,
      "do": "sum", "no facts" once the others have come, or instead of the sum "raise", "refuse" or
      "die", and before the group is there "die early"}
 """
@@ -31,9 +31,11 @@ from trainyard.launch.environment import Process
 from trainyard.parallel import start
 from trainyard.parallel.start import start_ranks
 
+LISTENING, CONNECTED = "0A", "01"
 
-def listening_addresses() -> list[str]:
-    """Addresses, in hexadecimal, at which this process listens."""
+
+def addresses(state: str) -> list[str]:
+    """Addresses, in hexadecimal, of this process's sockets in a state."""
     descriptors = Path("/proc/self/fd").iterdir()
     links = [str(path.readlink()) for path in descriptors if path.is_symlink()]
     rows = [
@@ -41,8 +43,7 @@ def listening_addresses() -> list[str]:
         for family in ("tcp", "tcp6")
         for line in Path(f"/proc/self/net/{family}").read_text().splitlines()[1:]
     ]
-    listening = "0A"
-    return [row[1] for row in rows if row[3] == listening and f"socket:[{row[9]}]" in links]
+    return [row[1] for row in rows if row[3] == state and f"socket:[{row[9]}]" in links]
 
 
 class DeadlyDevice:
@@ -104,11 +105,12 @@ def run_rank(wanted: dict[str, Any], came: mmap.mmap) -> None:
     answer: dict[str, Any] = {}
     try:
         with start_ranks(process, device, facts, wanted["timeout"]) as ranks:
-            answer["listening"] = listening_addresses()
+            answer["listening"] = addresses(LISTENING)
+            answer["connections"] = len(addresses(CONNECTED))
             if wanted["do"] == "raise":
                 raise ValueError("a bug")
             if wanted["do"] == "refuse":
-                raise DataError("token 7 is damaged", "prepare it again")
+                raise DataError(wanted.get("reason", "token 7 is damaged"), "prepare it again")
             if wanted["do"] == "die":
                 os.kill(os.getpid(), signal.SIGKILL)
             total = torch.tensor([float(process.rank)])

@@ -13,13 +13,14 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from tests.circles import everyday, skip_if_torch_is_old
+from tests.circles import everyday
 from tests.layouts import read_layout
 from torch.distributed.pipelining import PipelineStage, schedules
 
 from trainyard.config.load import load_run
 from trainyard.config.run import Run
 from trainyard.layout.resolve import resolve
+from trainyard.model import linear
 from trainyard.parallel.mesh import build_mesh
 from trainyard.parallel.model import ParallelModel
 from trainyard.parallel.pipeline import _LeanStage, _SendingStage
@@ -34,15 +35,12 @@ MESSAGE_BYTES = 64 * 32 * 4
 SCHEDULES = ("pp2 gpipe", "pp2", "pp2 interleaved", "pp2 zero-bubble-chunks")
 
 
-def build_run(schedule: str, precision: str) -> Run:
-    overrides = read_layout(f"{schedule} {precision}").overrides
-    run = load_run("tiny", [*SMALL.split(), *overrides]).run
-    skip_if_torch_is_old(run)
-    return run
+def build_run(words: str, *overrides: str) -> Run:
+    return load_run("tiny", [*SMALL.split(), *read_layout(words).overrides, *overrides]).run
 
 
 def build(run: Run) -> ParallelModel:
-    plan = resolve(run, 2)
+    plan = resolve(run, dist.get_world_size())
     return ParallelModel(run, plan, build_mesh(plan.topology, dist.get_rank(), CPU))
 
 
@@ -60,7 +58,7 @@ def count(run: Run, numbers: list[int]) -> list[tuple[int, int]]:
 def test_training_holds_no_more_for_more_micro_batches(
     schedule: str, run_ranks: Callable[..., list[Any]]
 ) -> None:
-    run = build_run(schedule, "fp32")
+    run = build_run(f"{schedule} fp32")
     for few, many in run_ranks(2, partial(count, run, [8, 24])):
         assert many[1] - few[1] < MESSAGE_BYTES, "nothing of a message stays after a step"
         if "gpipe" not in schedule:  # which has all of them in flight
@@ -84,7 +82,7 @@ def test_evaluation_holds_no_more_for_more_micro_batches(
     schedule: str, run_ranks: Callable[..., list[Any]]
 ) -> None:
     batch_bytes = 2 * (24 - 8) * 64 * 8
-    for few, many in run_ranks(2, partial(evaluate, build_run(schedule, "fp32"), [8, 24])):
+    for few, many in run_ranks(2, partial(evaluate, build_run(f"{schedule} fp32"), [8, 24])):
         assert many - few < batch_bytes + MESSAGE_BYTES
 
 
@@ -109,12 +107,70 @@ def cast_each_time(*_: Any) -> Iterator[None]:
 def test_shared_casts_change_no_bit(
     schedule: str, run_ranks: Callable[..., list[Any]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    run = build_run(schedule, "bf16")
+    run = build_run(f"{schedule} bf16")
     shared = run_ranks(2, partial(gradients_and_loss, run))
     monkeypatch.setattr("trainyard.parallel.pipeline.cast_once", cast_each_time)
     apart = run_ranks(2, partial(gradients_and_loss, run))
     for ours, theirs in zip(shared, apart, strict=True):
         assert all(np.array_equal(a, b) for a, b in zip(ours, theirs, strict=True))
+
+
+def order_of_calls(run: Run) -> str:
+    """Runs the passes of 4 micro batches; gives the order of their parts on this rank.
+
+    I(..) is a backward pass for inputs, B(..) a whole one, W(..) the rest; + adds to a gradient.
+    """
+    parallel_model, found = build(run), []
+
+    def note(owner: Any, name: str, start: Callable[..., str], end: str = "") -> None:
+        function = getattr(owner, name)
+
+        def noted(*arguments: Any, **options: Any) -> Any:
+            found.append(start(**options))
+            result = function(*arguments, **options)
+            found.append(end)
+            return result
+
+        setattr(owner, name, noted)  # this rank is a process of its own
+
+    is_whole = lambda full_backward=True, **_: "B(" if full_backward else "I("  # noqa: E731
+    note(_LeanStage, "backward_one_chunk", is_whole, ")")
+    note(_LeanStage, "backward_weight_one_chunk", lambda **_: "W(", ")")
+    note(linear, "_multiply_into", lambda beta=1.0: "+" if beta else "")
+    tokens = torch.arange(4 * 64).view(4, 64) % 90
+    parallel_model.forward_backward(tokens, tokens, None, 1.0)
+    return "".join(found)
+
+
+@pytest.mark.parametrize("compile", everyday(["never", "always"], ["never"]))
+@pytest.mark.parametrize("words", ["pp2 zero-bubble fp32", "pp2 zero-bubble bf16"])
+def test_a_zero_bubble_computes_weight_gradients_later(
+    words: str, compile: str, run_ranks: Callable[..., list[str]]
+) -> None:
+    run = build_run(words, f"train.compile={compile}")
+    first, second = run_ranks(2, partial(order_of_calls, run))
+    weights = f"W({'+' * 8})"  # of two blocks
+    assert first == f"I(){weights}" * 4
+    assert second == f"I()I(){weights}I(){weights}I(){weights * 2}"
+
+
+@pytest.mark.parametrize(
+    ("words", "n_ranks", "n_sums"),
+    [
+        ("pp2 bf16", 2, 4 * 8),
+        ("pp2 interleaved bf16", 2, 4 * 8),
+        ("pp2 recompute-block bf16", 2, 4 * 8),
+        ("dp2 pp2 zero1 bf16", 4, 4 * 8),
+        ("dp2 zero1 bf16", 2, 3 * 16),  # the last of four is reduced block by block
+        ("dp2 zero2 bf16", 2, 0),
+    ],
+)
+def test_matmuls_add_to_gradients_that_stay(
+    words: str, n_ranks: int, n_sums: int, run_ranks: Callable[..., list[str]]
+) -> None:
+    run = build_run(words)
+    for calls in run_ranks(n_ranks, partial(order_of_calls, run)):
+        assert calls.count("+") == n_sums
 
 
 def test_the_private_methods_that_are_replaced_exist_and_are_explained() -> None:

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from trainyard.parallel.placement import Placement, TensorShard, is_writer, local_part, place, whole
+from trainyard.parallel.placement import Placement, Shard, is_first_holder, local_part, place, whole
 
 
 @pytest.mark.parametrize("length", range(8))
@@ -30,11 +30,12 @@ def test_a_part_of_a_part_lies_in_the_whole():
 
 def test_a_plain_parameter_is_cut_over_tensor_ranks_alone():
     parameter = nn.Parameter(torch.zeros(5, 7))
-    assert place(parameter, None, TensorShard(1, 2)) == whole((5, 7))
-    assert place(parameter, 1, TensorShard(1, 2)) == Placement((5, 14), (0, 7), (5, 7))
-    assert place(parameter, 0, TensorShard(3, 4)) == Placement((20, 7), (15, 0), (5, 7))
-    assert [is_writer(parameter, None, TensorShard(rank, 2)) for rank in range(2)] == [True, False]
-    assert [is_writer(parameter, 0, TensorShard(rank, 2)) for rank in range(2)] == [True, True]
+    assert place(parameter) == whole((5, 7))
+    assert place(parameter, [Shard(1, 1, 2)]) == Placement((5, 14), (0, 7), (5, 7))
+    assert place(parameter, [Shard(0, 3, 4)]) == Placement((20, 7), (15, 0), (5, 7))
+    both = [Shard(1, 1, 2), Shard(0, 2, 3)]
+    assert place(parameter, both) == Placement((15, 14), (10, 7), (5, 7))
+    assert is_first_holder(parameter)
     part = local_part(parameter)
     assert part.data_ptr() == parameter.data_ptr()
     assert not part.requires_grad

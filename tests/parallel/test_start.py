@@ -89,6 +89,11 @@ def test_they_add_up_and_listen_to_nobody_outside(meeting: dict[str, Any]) -> No
     assert not any(answer["has_group"] for answer in answers)
 
 
+def test_a_rank_connects_only_to_those_it_talks_to(tmp_path: Path) -> None:
+    answers = start(ranks_at({"store_file": str(tmp_path / "store")}, 6))
+    assert [answer["connections"] for answer in answers] == [2] * 6  # the neighbours in a ring
+
+
 def test_one_rank_starts_nothing() -> None:
     def facts() -> dict[str, str]:
         raise AssertionError("nobody to compare with")
@@ -149,6 +154,11 @@ def test_a_rank_has_another_address(address: str, reason: str) -> None:
             "1" * 64,
             "data: 0000000000000000.. on ranks 0, 2 ({h}); 1111111111111111.. on rank 1 ({h})",
         ),
+        (
+            "torch",
+            "2.13.0" + "1" * 30,
+            "torch: 2.13.0 on ranks 0, 2 ({h}); 2.13.01111111111111111.. on rank 1 ({h})",
+        ),
         ("more", "x", "more: nothing on ranks 0, 2 ({h}); x on rank 1 ({h})"),
         ("code", "x", f"code: {code_checksum()} on ranks 0, 2 ({{h}}); x on rank 1 ({{h}})"),
     ],
@@ -193,6 +203,14 @@ def test_a_rank_fails_later(meeting: dict[str, Any], failing: int, do: str) -> N
         assert answer["message"].startswith(f"rank {failing} on {HOST} failed: {shown}\nhint: ")
         assert answer["exit_code"] == own["exit_code"] == (1 if do == "raise" else 2)
     assert not any(answer["has_group"] for answer in [own, *answers])
+
+
+def test_a_long_reason_arrives_whole(meeting: dict[str, Any]) -> None:
+    reason = "token 7 is damaged: " + 2_000 * "größer 語 "
+    ranks = ranks_at(meeting)
+    ranks[2] |= {"do": "refuse", "reason": reason}
+    for answer in start(ranks)[:2]:
+        assert f"rank 2 on {HOST} failed: {reason}\nhint: prepare it again" == answer["message"]
 
 
 @pytest.mark.parametrize("dying", [0, 2])

@@ -8,6 +8,7 @@ from functools import partial
 import pytest
 from tests.parity.rows import Row, train_rank
 
+from trainyard import architecture
 from trainyard.simulate.parity import Outcome
 
 
@@ -34,10 +35,16 @@ def train_alone(
 
 
 @pytest.fixture
-def train_sharded(run_ranks: Callable[..., list[Outcome]]) -> Callable[[Row], list[Outcome]]:
-    """Trains the run of a row in its layout."""
+def train_sharded(
+    run_ranks: Callable[..., list[Outcome]], monkeypatch: pytest.MonkeyPatch
+) -> Callable[[Row], list[Outcome]]:
+    """Trains the run of a row in its layout; tensor ranks exchange pieces of few tokens."""
 
     def train(row: Row) -> list[Outcome]:
+        run = row.build_run()
+        n_tokens, is_fp8 = run.model.sequence_length // run.parallel.context, "fp8" in row.name
+        least = 2 * n_tokens if run.train.micro_batch_size > 2 else n_tokens // 2
+        monkeypatch.setattr(architecture, "PIECE_TOKENS", max(least, 16) if is_fp8 else least)
         sharded = partial(train_rank, row.build_run(), row.n_ranks, row.computed_in)
         return run_ranks(row.n_ranks, sharded)
 

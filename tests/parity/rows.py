@@ -38,10 +38,39 @@ RAMP = {"start": 4, "increment": 4, "length": "8 sequences"}
 # both.
 SCALED = MODEL["scaled-rotary"]
 ROUNDED = MODEL["modern"] | SCALED | {"query_key_norm": "none", "n_layers": 2}
+# A large coefficient shows whether loads are those of whole sequences.
+EXPERTS = MODEL["swiglu"] | {
+    "bias": False,
+    "n_experts": 8,
+    "n_active_experts": 2,
+    "d_expert": 16,
+    "balance_coefficient": 0.3,
+    "router_z_loss": 0.1,
+}
+DEEPSEEK = {
+    "n_shared_experts": 2,
+    "n_dense_blocks": 1,
+    "router": "sigmoid",
+    "router_scale": 2.5,
+    "n_expert_groups": 4,
+    "n_active_groups": 2,
+}
 WORDS: dict[str, Sections] = {
     "rotary": {"model": SCALED},
     "modern": {"model": MODEL["modern"] | SCALED},
     "olmo": {"model": MODEL["olmo"] | SCALED},
+    "experts": {"model": EXPERTS},
+    "bias": {"model": {"balance": "bias", "balance_coefficient": 0.05}},
+    "deepseek": {"model": EXPERTS | DEEPSEEK},
+    # A base half as wide and a third as deep, and experts that have not grown.
+    "complete-p": {
+        "model": {
+            "parametrization": "complete_p",
+            **{"base_d_model": 16, "base_n_layers": 1, "base_d_expert": 16},
+        },
+        "optimizer": {"weight_decay": 0.5},
+    },
+    "mlp-gelu": {"model": {"mlp": "gelu"}},
     "layers7": {"model": {"n_layers": 7}},
     # A sequence of 16 tokens has two or three documents; with more kinds of tokens, few would end.
     "documents": {
@@ -52,11 +81,13 @@ WORDS: dict[str, Sections] = {
             "vocabulary_multiple": 3,  # 12 rows with 1, 2 and 4 tensor ranks
         }
     },
+    "reduce-bf16": {"parallel": {"reduce_format": "bf16"}, "precision": {"kind": "bf16"}},
     "z-loss": {"train": {"z_loss": 0.1}},
     "micro-batch-2": {"train": {"micro_batch_size": 2, "global_batch_size": 8}},
     "ramp": {"train": {"global_batch_size": 8, "batch_ramp": RAMP}},
     "micro-batch-4": {"train": {"micro_batch_size": 4, "global_batch_size": 8}},
     "compiled": {"train": {"compile": "always"}},
+    "chunks4": {"parallel": {"chunks": 4}, "model": {"n_layers": 8}},
     "long": {"model": {"sequence_length": 32}},
     "wide": {"model": {"d_model": 64}},
     "rounded": {"model": ROUNDED},
@@ -71,16 +102,26 @@ KINDS = ("fp32", "fp16", "bf16", "fp8", "fp8_lowbit")
 # show in these rows.
 EVERY_DAY = (
     *("dp2 zero0, dropout", "dp2 zero1", "dp2 zero3, dropout", "dp4 hsdp2 zero2, muon"),
+    *("dp2 zero3, untied", "bf16 dp2 zero2, untied"),
+    *("bf16 dp4 hsdp2 zero1 reduce-bf16", "dp4 hsdp2 pp2 1f1b zero2, dropout"),
     "tp2, grouped swiglu head-norm norm-after z-loss",
+    *("tp4 sequence, modern few-keys dropout", "tp2 recompute-attention, multi-query"),
     *("tp2, muon all-norm dropout", "tp2 sequence recompute-block, modern dropout"),
     *("pp2 1f1b, dropout", "pp2 interleaved, untied layers7", "pp2 zero-bubble-chunks"),
+    "dp2 pp2 interleaved chunks4 zero1",
     *("cp2 ulysses zero0, documents rotary dropout", "cp2 ring zero0, muon rotary"),
     *("cp4 ring zero0, documents", "dp3 tp2 zero1, muon"),
     "dp2 tp2 pp2 sequence 1f1b zero3 recompute-block, olmo muon dropout",
     "dp2 tp2 cp2 sequence ring zero1, modern",
+    # Mixtures of experts, on one rank and on several.
+    *("dp4 hsdp2 ep2 zero2, experts bias", "cp2 ep2 ring zero3, rotary deepseek"),
+    "dp2 ep2 tp2 pp2 zero1 1f1b, deepseek",
     "tp2 pp2 cp2 sequence interleaved ulysses zero1, modern documents z-loss dropout",
     *("fp32 cp2 ring", "bf16 tp2 sequence, dropout", "fp16 pp2, dropout", "fp8 dp2 zero1, dropout"),
     *("fp8_lowbit dp4 hsdp2 zero2, dropout", "matmuls-in-fp8 dp2 zero1, dropout"),
+    # Multipliers of width and depth.
+    *("dp2 zero3, complete-p untied", "tp2 pp2 sequence 1f1b, complete-p muon norm-after"),
+    "dp2 ep2 zero1, complete-p experts",
 )
 # Every pair of words, as a random search has found with few rows.
 PAIRS = (
@@ -172,6 +213,9 @@ PRECISIONS = (
     *("fp32 dp2 zero3, dropout", "fp32 dp2 tp2 pp2 sequence zero1, dropout"),
     *("fp32 pp2 zero-bubble-chunks", "fp32 tp2 sequence, muon"),
     *("bf16 dp2 zero3, dropout", "bf16 dp2 tp2 pp2 sequence zero1, dropout"),
+    *("bf16 dp4 zero2 reduce-bf16, untied", "bf16 dp2 pp2 1f1b zero3 reduce-bf16, dropout"),
+    *("bf16 dp2 pp2 interleaved zero2, untied dropout", "fp32 dp2 pp2 gpipe zero2"),
+    *("bf16 dp2 zero0, untied modern", "bf16 dp2 pp2 1f1b zero3, untied dropout"),
     *("bf16 cp2, dropout", "bf16 tp2 sequence, muon"),
     *("fp16 dp2 zero3 recompute-block, dropout", "fp16 dp4 hsdp2 zero3, dropout", "fp16 cp2 ring"),
     *("fp16 pp2 interleaved, untied dropout", "fp16 dp2 tp2 pp2 sequence zero1, dropout"),
@@ -197,9 +241,71 @@ PRECISIONS = (
     "fp8_lowbit dp2 zero2, rounded-fp8",
 )
 OTHERS = (
+    *("dp2 zero2 pp4 gpipe, layers7", "dp2 zero2 pp2 interleaved, untied"),
     *("recompute-block, dropout", "recompute-attention, modern dropout", "micro-batch-4, dropout"),
     *("dp2 zero1, compiled dropout", "tp2 sequence, compiled olmo dropout"),
+    "cp2 ring zero3, compiled modern",
+    *("tp2 sequence recompute-block, compiled dropout", "cp2 ulysses, compiled dropout"),
+    *("tp2 recompute-attention, compiled dropout", "tp2 pp2 recompute-block, compiled dropout"),
+    "dp2 zero3 recompute-block half, compiled dropout",
+    "cp2 ulysses zero3 recompute-block, compiled dropout",
 )
+# Matmuls that add to gradients, now or later.
+SUMS = (
+    "pp2 zero-bubble-chunks, compiled modern dropout",
+    "tp2 pp2 sequence zero-bubble-chunks, compiled modern dropout micro-batch-2",
+    "bf16 tp2 pp2 sequence zero-bubble, compiled dropout",
+    "bf16 pp2 zero-bubble-chunks, compiled",
+    "dp2 tp2 pp2 zero1 zero-bubble recompute-block, olmo",
+    "tp2 pp2 sequence zero-bubble recompute-attention, compiled modern dropout",
+    "pp2 zero-bubble-chunks recompute-block, dropout",
+    "pp2 zero-bubble-chunks recompute-attention, compiled dropout",
+    "dp2 zero1 pp2 zero-bubble recompute-block, compiled dropout",
+    *("bf16 pp2 zero-bubble-chunks, modern", "bf16 dp2 pp2 interleaved zero1, dropout"),
+    # More tensor ranks than heads of keys and values.
+    *("dp2 zero3 tp4 sequence, muon modern few-keys", "tp4 pp2 zero-bubble, multi-query dropout"),
+    "tp4 cp2 ring recompute-block, rotary multi-query documents micro-batch-2",
+    *("dp2 tp4 zero1, few-keys norm-after", "tp2 sequence recompute-block, compiled multi-query"),
+    "matmuls-in-fp8 tp2 sequence, multi-query wide dropout",
+    "bf16 tp4 sequence, few-keys dropout",
+    # Some blocks recompute.
+    *("pp2 interleaved recompute-attention half, layers7", "compiled recompute-block half"),
+    *("tp2 sequence recompute-block half, dropout", "dp2 zero3 recompute-block half, dropout"),
+    "tp2 sequence, micro-batch-4",
+)
+MIXTURES = (
+    *("tp2, experts", "tp2 sequence recompute-block, modern deepseek bias dropout"),
+    *("dp2 ep2 zero1, experts", "dp4 ep2 zero3 recompute-block, modern deepseek bias dropout"),
+    *("dp2 ep2 zero0, deepseek micro-batch-2", "cp2 dp2 ep4 ulysses zero1, experts"),
+    *("dp2 ep2 pp2 zero1 zero-bubble, experts bias", "pp2 interleaved, deepseek"),
+    *("dp2 tp2 ep2 sequence zero3, experts dropout", "dp4 ep4 zero3, deepseek documents"),
+    *("dp2 ep2 tp2 zero1, muon experts", "dp4 hsdp2 ep2 pp2 zero3, muon deepseek"),
+    "tp4 sequence zero1 dp2, muon experts mlp-gelu",
+    *("dp2 ep2 zero1, compiled deepseek", "tp2 sequence, compiled experts"),
+    *("scaled-loss dp2 ep2 zero1, experts", "fp32 dp2 ep2 zero3, experts"),
+    "dp2 ep2 pp2 interleaved zero3 recompute-attention, deepseek ramp",
+)
+"""Mixtures of experts."""
+SCALED_SHAPES = (
+    *("tp2, complete-p", "pp2 zero-bubble-chunks, complete-p", "pp2 interleaved, complete-p olmo"),
+    *("dp2 zero1, complete-p compiled modern", "dp4 hsdp2 zero2, complete-p muon"),
+    *("cp2 ring zero0, complete-p rotary", "cp2 ulysses zero3, complete-p untied recompute-block"),
+    *(
+        "dp2 tp2 ep2 sequence zero3, complete-p deepseek",
+        "dp2 ep2 tp2 zero1, complete-p muon experts",
+    ),
+    *(
+        "tp2 sequence recompute-block, complete-p compiled norm-after",
+        "fp32 dp2 zero3, complete-p",
+    ),
+    *("bf16 tp2 sequence, complete-p", "fp8 dp2 zero1, complete-p dropout"),
+    *(
+        "fp16 pp2, complete-p",
+        "fp8_lowbit dp2 zero2, complete-p",
+        "dp2 zero0 tp2, complete-p z-loss",
+    ),
+)
+"""CompleteP: multipliers of every parameter's updates, of residual branches and of logits."""
 
 
 @dataclass(frozen=True)
@@ -246,7 +352,10 @@ class Row:
         return build_run(sections | ({} if sharded else {"parallel": BASE["parallel"]}))
 
 
-TABLE = {name: Row(name) for name in (*EVERY_DAY, *PAIRS, *PRECISIONS, *OTHERS)}
+TABLE = {
+    name: Row(name)
+    for name in (*EVERY_DAY, *PAIRS, *PRECISIONS, *OTHERS, *SUMS, *MIXTURES, *SCALED_SHAPES)
+}
 
 
 def train_rank(run: Run, n_ranks: int, precision: str) -> Outcome:

@@ -17,11 +17,12 @@ from torch import Tensor
 
 from trainyard.data.loader import Loader
 from trainyard.layout.resolve import Plan
-from trainyard.model import attention, linear, loss, positions
+from trainyard.model import attention, experts, linear, loss, positions
 from trainyard.model.gpt import GPT
 from trainyard.optim import clip, muon
 from trainyard.optim.adamw import AdamW
-from trainyard.parallel import context, data, mesh, tensor
+from trainyard.parallel import collectives, context, data, mesh, tensor
+from trainyard.parallel import experts as expert_ranks
 from trainyard.parallel import model as parallel_model
 from trainyard.parallel.model import ParallelModel
 from trainyard.parallel.placement import local_part
@@ -36,6 +37,8 @@ FAULTS: dict[str, tuple[Patch, Row]] = {}
 DATA, PIPELINE, RING = "dp2 zero0, dropout", "pp2 1f1b, dropout", "cp4 ring zero0, documents"
 TENSOR = "tp2, grouped swiglu head-norm norm-after z-loss"
 MUON = "tp2, muon all-norm dropout"
+EXPERTS = "dp4 hsdp2 ep2 zero2, experts bias"
+WITH_TENSORS = "dp2 ep2 tp2 pp2 zero1 1f1b, deepseek"
 
 
 def seen_in(row: str) -> Callable[[Patch], Patch]:
@@ -62,7 +65,41 @@ def around(patch: pytest.MonkeyPatch, owner: Any, name: str) -> Callable[..., No
 
 @seen_in(TENSOR)
 def missing_all_reduce(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(tensor, "reduce_from_group", lambda x, group: x)
+    patch.setattr(collectives, "start_exchange", lambda x, *_, **__: x.clone())
+    patch.setattr(collectives, "finish", lambda x: x)
+    patch.setattr(tensor, "all_reduce", lambda x, *_: x)
+
+
+@seen_in("tp2 sequence recompute-block, modern dropout")
+def parts_of_sequences_instead_of_pieces(patch: pytest.MonkeyPatch) -> None:
+    """A rank takes its residual stream for a run of tokens, which it is of each piece."""
+
+    @around(patch, parallel_model, "apply_tensor_parallel")
+    def wrong(right: Any, model: GPT, group: dist.ProcessGroup, *arguments: Any) -> None:
+        right(model, group, *arguments)
+        table = model.position_table
+        table.residual = table.tokens.chunk(group.size())[group.rank()]
+
+
+@seen_in("dp2 tp2 cp2 sequence ring zero1, modern")
+def pieces_gathered_again_in_another_order(patch: pytest.MonkeyPatch) -> None:
+    """In the backward pass, gradients of outputs meet the inputs of another piece."""
+
+    @around(patch, collectives.TensorRanks, "start_gather")
+    def wrong(right: Any, ranks: Any, x: Tensor, gradient: Any = None, **options: Any) -> Any:
+        pieces = right(ranks, x, gradient, **options)
+        return pieces if gradient is None else pieces[::-1]
+
+
+@seen_in("tp2 sequence, micro-batch-4")
+def what_waits_for_an_exchange_is_computed_at_each(patch: pytest.MonkeyPatch) -> None:
+    """A matmul of a weight's gradient waits for an exchange, and stays for the next one."""
+
+    @around(patch, linear, "compute_sums")
+    def wrong(right: Any, sums: linear.Sums) -> None:
+        kept = list(sums)
+        right(sums)
+        sums += kept
 
 
 @seen_in("tp2 sequence recompute-block, modern dropout")
@@ -84,10 +121,7 @@ def scaled_by_the_micro_batch(patch: pytest.MonkeyPatch) -> None:
 
 @seen_in(PIPELINE)
 def unsynced_tied_embedding(patch: pytest.MonkeyPatch) -> None:
-    def alone(topology: Any) -> list[list[int]]:
-        return [[rank] for group in topology.groups(["pipeline"]) for rank in group]
-
-    patch.setattr(mesh, "_ends", alone)
+    patch.setattr(mesh, "replace", lambda made, **_: made)  # without the group of both ends
 
 
 @seen_in(TENSOR)
@@ -174,6 +208,18 @@ def ring_sends_its_own_keys_again(patch: pytest.MonkeyPatch) -> None:
         return arrived
 
 
+@seen_in("tp4 sequence, modern few-keys dropout")
+def gradients_of_shared_keys_of_one_rank(patch: pytest.MonkeyPatch) -> None:
+    """Of two ranks that share a key, the second does not send back its gradient."""
+
+    @around(patch, collectives.SharedHeads, "_move")
+    def wrong(right: Any, heads: Any, how: Any, x: Tensor) -> Tensor:
+        if how[2] == heads._n_computed and dist.get_rank() % 2:  # back
+            x = x.index_fill(2, torch.arange(x.shape[2] - 2 * 12, x.shape[2]), 0)
+        out: Tensor = right(heads, how, x)
+        return out
+
+
 def gradients_of_replicas_not_added_up(patch: pytest.MonkeyPatch) -> None:
     """In no row: training refuses it by itself, as tests/cli/test_check_layout.py shows."""
 
@@ -181,6 +227,16 @@ def gradients_of_replicas_not_added_up(patch: pytest.MonkeyPatch) -> None:
         model.set_requires_all_reduce(False)
 
     patch.setattr(data, "prepare_micro_batch", wrong)
+
+
+@seen_in("dp2 zero3, untied")
+def gradients_of_norm_and_head_not_added_up(patch: pytest.MonkeyPatch) -> None:
+    """Neither the message of blocks nor that of the embeddings has them."""
+
+    @around(patch, data, "_share")
+    def wrong(right: Any, module: Any, *arguments: Any) -> None:
+        if not isinstance(module, linear.Norm):
+            right(module, *arguments)
 
 
 @seen_in("cp2 ring zero0, muon rotary")
@@ -218,7 +274,7 @@ def gradients_of_head_norms_not_added_up(patch: pytest.MonkeyPatch) -> None:
     def build(right: Any, model: ParallelModel, *arguments: Any) -> None:
         right(model, *arguments)
         for each in model.local_parameters:
-            each.of_heads = False
+            each.is_partial = False
 
 
 @seen_in(MUON)
@@ -275,6 +331,76 @@ def momentum_put_together_in_the_order_of_ranks(patch: pytest.MonkeyPatch) -> No
         return received.view(shape)
 
     patch.setattr(muon._Exchange, "put_together", wrong)
+
+
+@seen_in(EXPERTS)
+def tokens_returned_to_the_wrong_place(patch: pytest.MonkeyPatch) -> None:
+    """Outputs of experts go back in the order in which rows arrived."""
+
+    @around(patch, expert_ranks.TokenExchange, "send_back")
+    def wrong(right: Any, exchange: Any, outputs: Tensor, rows: Any) -> Tensor:
+        out: Tensor = right(
+            exchange, outputs, replace(rows, order=rows.inverse, inverse=rows.order)
+        )
+        return out
+
+
+@seen_in(EXPERTS)
+def gates_without_gradient(patch: pytest.MonkeyPatch) -> None:
+    """The router learns from its balance and z-loss alone."""
+
+    @around(patch, experts.Router, "_watch")
+    def wrong(right: Any, router: Any, gates: Tensor, *others: Tensor) -> Tensor:
+        out: Tensor = right(router, gates.detach(), *others)
+        return out
+
+
+@seen_in(EXPERTS)
+def load_of_one_rank(patch: pytest.MonkeyPatch) -> None:
+    """Each rank changes its balances by its own tokens."""
+    patch.setattr(ParallelModel, "_add_up_load", lambda _: None)
+
+
+@seen_in("cp2 ep2 ring zero3, rotary deepseek")
+def balance_of_a_part_of_each_sequence(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(expert_ranks._SumOfGroup, "__call__", lambda _, counts: counts)
+
+
+@seen_in(WITH_TENSORS)
+def shared_expert_twice(patch: pytest.MonkeyPatch) -> None:
+    """It is among the outputs that tensor ranks sum, and added after the sum."""
+
+    @around(patch, experts.ExpertMLP, "forward")
+    def wrong(right: Any, mlp: Any, x: Tensor) -> Tensor:
+        doubled = mlp.shared.register_forward_hook(lambda _mlp, _x, out: 2 * out)
+        out: Tensor = right(mlp, x)
+        doubled.remove()
+        return out
+
+
+@seen_in(WITH_TENSORS)
+def gradients_of_routers_not_added_up(patch: pytest.MonkeyPatch) -> None:
+    gradients_of_head_norms_not_added_up(patch)
+
+
+@seen_in(WITH_TENSORS)
+def balance_on_each_tensor_rank(patch: pytest.MonkeyPatch) -> None:
+    @around(patch, experts.Router, "forward")
+    def wrong(right: Any, router: Any, x: Tensor) -> Any:
+        router.n_alike = 1
+        return right(router, x)
+
+
+@seen_in(EXPERTS)
+def first_half_of_the_experts_on_each_rank(patch: pytest.MonkeyPatch) -> None:
+    """Ranks that share experts all start with the weights of the first of them."""
+
+    @around(patch, ParallelModel, "_store")
+    def wrong(right: Any, model: ParallelModel, parameter: Any, spec: Any, value: Tensor) -> None:
+        if spec.of_experts:
+            first, *others = value.chunk(model.mesh.topology.expert)
+            value = torch.cat([first] * (1 + len(others)))
+        right(model, parameter, spec, value)
 
 
 @pytest.mark.parametrize("name", FAULTS)

@@ -1,11 +1,16 @@
 from __future__ import annotations
 
+import math
+import re
 from pathlib import Path
 
 import pytest
 
 from trainyard.config.cluster import cluster_names
+from trainyard.config.devices import find_device
+from trainyard.config.load import load_run
 from trainyard.errors import UserError
+from trainyard.planning import clusters
 from trainyard.planning.clusters import NODES, find_machine
 
 OWN = """
@@ -37,6 +42,13 @@ def test_every_gpu_has_a_machine_with_all_figures(gpu: str) -> None:
     }
 
 
+def test_the_page_on_planning_lists_all_gpus_and_describes_another() -> None:
+    page = Path(__file__).parents[2].joinpath("docs", "planning.md").read_text(encoding="utf-8")
+    assert [name for name in NODES if f"`{name}`" not in page] == ["cpu"]
+    (described,) = re.findall(r'^gpu = "(.+?)"', page, re.MULTILINE)
+    assert find_device(described) is None
+
+
 def test_a_cluster_with_other_gpus_keeps_its_network() -> None:
     machine = find_machine("perlmutter", "a100-80g")
     assert machine.device.name == "A100 80GB"
@@ -48,6 +60,16 @@ def test_a_cluster_with_other_gpus_keeps_its_network() -> None:
     # What was measured with the cluster's own devices says nothing of others.
     measured = find_machine(gpu="h100").efficiencies
     assert find_machine("local", "h100").efficiencies == measured
+
+
+def test_this_computer_has_its_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All of it, so that a plan does not depend on what else runs."""
+    for total in (3 * 2**30, None):
+        monkeypatch.setattr(
+            clusters, "free_memory_bytes", lambda line, n=total: n if line == "MemTotal" else 1
+        )
+        assert find_machine("local").host_memory_bytes == (total or math.inf)
+        assert find_machine(gpu="h100").host_memory_bytes == math.inf
 
 
 def test_a_file_of_ones_own(tmp_path: Path) -> None:
@@ -80,6 +102,9 @@ peaks_teraflops = { fp32 = 35.6, fp16 = 71, bf16 = 71 }"""
     assert 8 * machine.network_bytes_per_second == 12.5e9, "100 Gbit/s for a usual node"
     assert machine.efficiencies.sources["matmul_share"].startswith("assumed")
     # Of a GPU that is known, the file corrects figures.
+    path.write_text('gpu = "h100"\nmemory_gigabytes = 96\nmemory_gigabytes_per_second = 2400')
+    assert find_machine(str(path)).device.name == "H100 96GB", "the same chip with less power"
+    assert find_machine(gpu="h800").device.name == "H800"
     path.write_text('gpu = "a100-80g"\nmemory_gigabytes = 96')
     assert find_machine(str(path)).memory_bytes == 96 * 2**30
 
@@ -89,10 +114,10 @@ peaks_teraflops = { fp32 = 35.6, fp16 = 71, bf16 = 71 }"""
     [
         ("polari", None, "no cluster named 'polari'", "did you mean polaris?"),
         ("zzz", None, "no cluster named 'zzz'", "known: azure-ndv5, "),
-        (None, "A100", "--gpu: no GPU named 'A100'", "did you mean a100-"),
+        (None, "A100-60g", "--gpu: no GPU named 'A100-60g'", "did you mean a100-"),
         (None, "4090-24g", "--gpu: no GPU named '4090-24g'", "did you mean rtx-4090?; memory_gig"),
-        (None, "3090-24g", "--gpu: no GPU named '3090-24g'", "known: v100-16g, "),
-        ("polaris", "a100", "--gpu: no GPU named 'a100'", "did you mean a100-"),
+        (None, "2080-11g", "--gpu: no GPU named '2080-11g'", "known: v100-16g, "),
+        ("polaris", "a100x", "--gpu: no GPU named 'a100x'", "did you mean a100-"),
         ("missing/lumi.toml", None, "cannot read the cluster file missing/lumi.toml: No", "lumi"),
     ],
 )
@@ -121,3 +146,32 @@ def test_mistakes_in_a_file(tmp_path: Path, text: str, problem: str) -> None:
     assert problem in caught.value.problem
     assert str(path) in caught.value.problem
     assert caught.value.hint
+
+
+@pytest.mark.parametrize(
+    ("asked", "found"),
+    [
+        ("H100", "h100"),
+        ("rtx 4090", "rtx-4090"),
+        ("RTX_4090", "rtx-4090"),
+        ("4090", "rtx-4090"),
+        ("v100", "v100-32g"),
+        ("A100", "a100-80g"),
+        ("NVIDIA H100 80GB HBM3", "h100"),
+        ("NVIDIA GeForce RTX 4090", "rtx-4090"),
+    ],
+)
+def test_gpus_are_found_as_people_and_torch_name_them(asked: str, found: str) -> None:
+    assert find_machine(None, asked).name == found
+
+
+def test_a_name_is_another_where_its_number_is() -> None:
+    """So "gpt3-13b" is not "gpt3-1.3b"."""
+    assert load_run("GPT3 13B").run.name == "gpt3-13b"
+    assert load_run("gpt3_1.3b").run.name == "gpt3-1.3b"
+    with pytest.raises(UserError) as refused:
+        find_machine(None, "m300x")
+    assert "mi300x" in refused.value.hint
+    with pytest.raises(UserError) as refused:
+        find_machine(None, "x300")
+    assert "did you mean" not in refused.value.hint

@@ -12,7 +12,14 @@ from trainyard.layout.batches import BatchSchedule
 from trainyard.layout.resolve import Plan, resolve
 from trainyard.planning import saving
 from trainyard.planning.clusters import find_machine
-from trainyard.planning.cost import all_steps_seconds, corpora_use, run_cost, training_blend
+from trainyard.planning.cost import (
+    LEAST_USEFUL_SHARE,
+    all_steps_seconds,
+    better_saving,
+    corpora_use,
+    run_cost,
+    training_blend,
+)
 from trainyard.planning.hardware import Machine
 from trainyard.planning.time import StepTime, step_time
 
@@ -92,9 +99,64 @@ def test_evaluations_of_each_split_are_forward_passes(
 
 
 def test_a_job_that_never_ends() -> None:
-    cost = run_cost(*planned("train.length='100_000 steps'", "checkpoint.interval=0"))
+    cost = run_cost(*planned("train.length='1_000_000 steps'", "checkpoint.interval=0"))
     assert cost.useful_share == 0
     assert math.isinf(cost.seconds)
+
+
+LLAMA_405B = [
+    *("model.n_layers=126", "model.d_model=16384", "model.n_heads=128", "model.d_ff=53248"),
+    *("model.n_key_value_heads=8", "train.global_batch_size=2048", "train.micro_batch_size=1"),
+    *("train.length='15.6T tokens'", "parallel.tensor=8", "parallel.sequence=true"),
+    *("parallel.pipeline=16", "parallel.chunks=4", "parallel.schedule=interleaved"),
+]
+"""arXiv:2407.21783, table 4; its number of chunks is not published."""
+
+
+def test_llama_takes_the_published_device_hours() -> None:
+    run = load_run("llama-3.1-8b", LLAMA_405B).run
+    plan, machine = resolve(run, 16_384), find_machine(None, "h100-80g")
+    cost = run_cost(run, plan, machine, step_time(run, plan, machine))
+    assert cost.device_hours == pytest.approx(30.84e6, rel=0.1), "of the model card"
+
+
+@pytest.mark.parametrize(
+    ("changes", "storage", "better"),
+    [
+        (["checkpoint.interval=1000"], 5, ["checkpoint.interval='20 minutes'"]),
+        (["checkpoint.interval='1 minute'"], 20, ["checkpoint.interval='15 minutes'"]),
+        (["checkpoint.interval='3 hours'"], 1000, ["checkpoint.interval='10 minutes'"]),
+        (
+            ["checkpoint.background=false"],
+            5,
+            ["checkpoint.background=true", "checkpoint.interval='20 minutes'"],
+        ),
+        (
+            ["checkpoint.background=false"],
+            0.5,
+            ["checkpoint.background=true", "checkpoint.interval='20 minutes'", "--storage 5"],
+        ),
+    ],
+)
+def test_how_more_time_is_useful(changes: list[str], storage: float, better: list[str]) -> None:
+    def useful(overrides: list[str], speed: float) -> float:
+        run = load_run("llama-3.1-8b", [*LLAMA_405B, *overrides]).run
+        return run_cost(run, plan, machine, time, (speed * 1e9,)).useful_share
+
+    run = load_run("llama-3.1-8b", [*LLAMA_405B, *changes]).run
+    plan, machine = resolve(run, 8192), find_machine(None, "h100-80g")
+    time = step_time(run, plan, machine)
+    found, share = better_saving(run, plan, machine, time, storage * 1e9)
+    assert found == " ".join(better).replace("'", '"')
+    *overrides, last = better
+    speed = float(last.removeprefix("--storage ")) if "--storage" in last else storage
+    overrides += [last] * (speed == storage)
+    assert useful(changes, storage) < LEAST_USEFUL_SHARE
+    assert share == useful([*changes, *overrides], speed) > useful(changes, storage) + 0.015
+    for minutes in (1, 3, 10, 40, 120):
+        assert (
+            share > useful([*overrides, f"checkpoint.interval='{minutes} minutes'"], speed) - 0.02
+        )
 
 
 def test_epochs() -> None:

@@ -18,11 +18,16 @@ from trainyard.planning.time import step_time, update_bytes
 from trainyard.planning.work import StagePass, Work, count_work
 from trainyard.simulate.kernels import Kernel, count_kernels
 
+EXPERTS = """model.n_experts=64 model.n_active_experts=8 model.d_expert=768"""
+SHARED = """model.n_experts=16 model.n_active_experts=2 model.d_expert=2048 \
+    model.n_shared_experts=1 model.n_dense_blocks=1 model.router=sigmoid model.balance=bias"""
 PRESETS = {"gpt3-350m": 16, "gpt3-1.3b": 8, "modern-1.3b": 8, "llama-3.2-1b": 2}
 """Micro batches that fit one H100."""
 CASES = [
     *itertools.product(PRESETS, ("bf16", "fp8"), ("none", "block")),
     ("gpt3-1.3b", "bf16", "attention"),
+    (f"modern-1.3b {EXPERTS}", "bf16", "none"),
+    (f"modern-1.3b {SHARED}", "bf16", "block"),
 ]
 FEW = [("gpt3-1.3b", "bf16", "none"), ("modern-1.3b", "bf16", "block")]
 
@@ -46,10 +51,12 @@ def total(work: Work) -> tuple[StagePass, float]:
 def test_plan_and_roofline_agree(
     preset: str, kind: str, recompute: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    size = PRESETS[preset]
+    name, *more = preset.split()
+    size = PRESETS[name] // (2 if more else 1)
     run = load_run(
-        preset,
+        name,
         [
+            *more,
             f"precision.kind={kind}",
             f"parallel.recompute={recompute}",
             *("model.n_layers=6", "model.dropout=0", "train.batch_ramp=none"),

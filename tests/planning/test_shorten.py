@@ -107,6 +107,16 @@ def test_a_file_of_ours_keeps_the_schedule_of_a_run_that_has_begun(tmp_path: Pat
     assert (longer.schedule, str(longer.train.length)) == (begun.schedule, "6k steps")
 
 
+def test_points_shrink_with_the_run() -> None:
+    points = "schedule.points='0: 0, 100 steps: 1e-3, 300 steps: 1e-4'"
+    run = load("train.length=300 steps", "schedule.kind=points", points)
+    assert str(shorten(run, 30).schedule.points) == (
+        "0 steps: 0.0, 10 steps: 0.001, 30 steps: 0.0001"
+    )
+    assert shorten(run, 300) == run
+    assert not [text for text in describe_too_short(run, resolve(run)) if "warmup" in text]
+
+
 def test_what_does_not_suit_the_length_is_said() -> None:
     run = load("train.length=10 steps", "schedule.warmup='40 steps'", "log.interval=61")
     said = [*describe_too_short(run, resolve(run))]

@@ -4,7 +4,11 @@ import itertools
 
 import pytest
 
-from trainyard.planning.timeline import lay_out
+from trainyard.config import rules
+from trainyard.config.load import load_run
+from trainyard.layout.ranks import takes_micro_batches
+from trainyard.planning.search import CHUNKS
+from trainyard.planning.timeline import bubble_passes, lay_out
 
 
 @pytest.mark.parametrize(
@@ -30,6 +34,31 @@ def test_bubbles_are_those_of_the_formulas(
         assert sum(each.end - each.start for each in passes) == pytest.approx(3 * n_micro_batches)
         for before, after in itertools.pairwise(passes):
             assert before.end <= after.start + 1e-9
+
+
+@pytest.mark.parametrize("n_ranks", [2, 3, 4, 8])
+@pytest.mark.parametrize(
+    ("schedule", "chunks"),
+    [
+        *(("gpipe", 1), ("1f1b", 1)),
+        *(("interleaved", chunks) for chunks in (*CHUNKS, 5)),
+        *(("zero_bubble", chunks) for chunks in (1, 2, 3, 8)),
+    ],
+)
+def test_bubbles_are_those_of_the_timeline(schedule: str, chunks: int, n_ranks: int) -> None:
+    run = load_run("tiny").run
+    changes: rules.Changes = {
+        "parallel.schedule": schedule,
+        "parallel.pipeline": n_ranks,
+        "parallel.chunks": chunks,
+    }
+    run = rules.change(run, changes)
+    counts = [n for n in range(1, 2 * n_ranks + 2) if takes_micro_batches(run, n)]
+    assert schedule == "1f1b" or min(counts) == 1
+    seconds = [(1 / chunks, 2 / chunks)] * (n_ranks * chunks)
+    for n in counts:
+        end = max(passes[-1].end for passes in lay_out(schedule, n_ranks, n, seconds))
+        assert end == pytest.approx(3 * (n + bubble_passes(run.parallel, n))), n
 
 
 def test_passes_wait_for_what_they_need() -> None:

@@ -9,16 +9,18 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from trainyard.parallel.data import CodedReduceScatter
+from trainyard.parallel.data import Bf16ReduceScatter, CodedReduceScatter
 from trainyard.simulate.accounting import Accounting
 
 E4M3_ROUNDING = 2.0**-4  # relative, at most
 
 
-def add_up(contributions: np.ndarray[Any, Any]) -> tuple[Any, list[int]]:
+def add_up(
+    contributions: np.ndarray[Any, Any], kind: Callable[[], Any] = CodedReduceScatter
+) -> tuple[Any, list[int]]:
     """Reduces row `rank` of (ranks, ranks, n); gives this rank's part of the sum, and the bytes."""
     mine = torch.from_numpy(contributions[dist.get_rank()].copy())
-    scatter = CodedReduceScatter()
+    scatter = kind()
     group = dist.group.WORLD
     assert group is not None
     output = scatter.allocate((mine.shape[1],), dtype=torch.float32, device=mine.device)
@@ -47,6 +49,22 @@ def test_sums_are_within_one_rounding_of_each_contribution(
         assert sent == [n_ranks * n_blocks * (32 + 1)]
         if n_values == 1000:
             assert sent[0] < 0.27 * contributions[rank].nbytes
+
+
+@pytest.mark.parametrize("n_ranks", [2, 3, 5])
+def test_sums_in_bf16_are_within_one_rounding_of_each_rank(
+    n_ranks: int, run_ranks: Callable[..., list[Any]]
+) -> None:
+    random = np.random.default_rng(n_ranks)
+    contributions = random.standard_normal((n_ranks, n_ranks, 1000)).astype(np.float32)
+    for rank, (found, sent) in enumerate(
+        run_ranks(n_ranks, add_up, contributions, Bf16ReduceScatter)
+    ):
+        parts = contributions[:, rank].astype(np.float64)
+        error = np.abs(found - parts.sum(0))
+        assert (error <= 1.01 * n_ranks * 2.0**-8 * np.abs(parts).sum(0)).all()
+        assert error.max() > 0, "it is rounded"
+        assert sent == [contributions[rank].nbytes // 2]
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])

@@ -22,7 +22,7 @@ from trainyard.report.status import (
     status_row,
 )
 
-from .conftest import PLAN, run_lines
+from .conftest import PLAN, run_lines, train_line
 
 VALUES = ["text", -1, 1e300, 10**400, True, None, [1], {"a": 1}]
 TASK = {"n_items": 9, "step": 20, "accuracy": 0.5, "accuracy_stderr": 0.1, "perplexity": 3.0}
@@ -42,12 +42,14 @@ FILES: dict[str, Any] = {
 }
 LINES = [
     *run_lines(3),
+    train_line(3, 5.7, expert_load=[[1, 3], [2, 2]], expert_imbalance=1.5),
     {"kind": "save", "time": 1020.0, "step": 3, "stall_seconds": 0.1, "seconds": 1.0, "bytes": 9},
     {"kind": "restart", "time": 1021.0, "step": 3, "reason": "killed"},
     {"kind": "start", "time": 1021.0, "step": 3, "resumed": True, "device": "cpu"},
     {"kind": "rollback", "time": 1022.0, "step": 3, "from_step": 3, "skipped_sequences": 4},
     {"kind": "skipped", "time": 1022.0, "step": 3, "loss": 1.0},
     {"kind": "save failed", "time": 1023.0, "step": 3, "problem": "disk full"},
+    {"kind": "dead experts", "time": 1023.0, "step": 3, "experts": {"0": [1]}, "problem": "none"},
     {"kind": "test", "time": 1023.0, "step": 3, "loss": 4.0, "perplexity": 50.0},
     {"kind": "spike", "time": 1023.0, "step": 3, "loss": 4.0},
     {"kind": "end", "time": 1023.0, "step": 3, "reason": "done"},

@@ -117,6 +117,43 @@ def test_a_png_is_wide_enough_for_print(tmp_path: Path) -> None:
     assert struct.unpack(">II", head[16:]) == (1200, 900)
 
 
+EVEN, UNEVEN, DYING = [5.0, 5, 5, 5], [2.0, 2, 8, 8], [0.0, 4, 4, 12]
+
+
+def load_maps(loads: dict[int, list[list[float]]], **values: Any) -> list[Any]:
+    run = curves(expert_loads={step: np.array(load) for step, load in loads.items()}, **values)
+    return build_charts([run])[5:]
+
+
+def test_maps_show_each_block_and_each_expert_of_the_worst() -> None:
+    """The first half of training, when block 0 was the worst, does not choose the block."""
+    loads = {5: [[0.0, 0, 0, 20], EVEN], 10: [EVEN, UNEVEN], 20: [EVEN, DYING]}
+    blocks, experts = load_maps(loads)
+    assert blocks.load_map.values.tolist() == [[4, 1, 1], [1, 1.6, 2.4]]
+    assert experts.load_map.values.T.tolist() == [[1] * 4, [0.4, 0.4, 1.6, 1.6], [0, 0.8, 0.8, 2.4]]
+    assert (blocks.load_map.most, experts.load_map.most) == (4, 4)
+    assert experts.title == "Experts of block 1, the least balanced"
+    assert "busiest expert of block 1 has 2 times the mean load, that of block 0 1" in (
+        experts.description
+    )
+    assert experts.series[0].x.tolist() == [0, 500, 1000, 2000]
+    assert experts.as_json()["load_map"]["values"][0] == [1, 0.4, 0]
+
+
+def test_maps_of_long_runs_add_up_neighbours_and_ignore_other_shapes() -> None:
+    loads = {step: [EVEN if step % 2 else UNEVEN] for step in range(1, 401)}
+    blocks, experts = load_maps({0: [EVEN, EVEN], **loads}, n=400)
+    assert blocks.load_map.values.shape == (1, 200)
+    assert (experts.load_map.values.T == [0.7, 0.7, 1.3, 1.3]).all()
+    assert experts.load_map.most == 2  # noise looks like noise
+    assert experts.series[0].x[[1, -1]].tolist() == [200, 40_000]
+
+
+def test_a_map_as_png(tmp_path: Path) -> None:
+    for chart in load_maps({10: [EVEN, UNEVEN], 20: [EVEN, DYING]}):
+        assert save_png(chart, tmp_path).stat().st_size > 10_000
+
+
 def test_the_library_is_the_one_of_the_registry() -> None:
     library = files("trainyard.report").joinpath("uplot/uPlot.iife.min.js").read_bytes()
     assert hashlib.sha256(library).hexdigest() == UPLOT_SHA256

@@ -47,16 +47,17 @@ def texts(metrics: RunMetrics) -> list[str]:
 def test_a_resumed_run_takes_back_what_it_does_again() -> None:
     metrics = gather(
         start(0, 0.0, resumed=False),
-        trained(10, 9.0, 9.1),
+        trained(10, 9.0, 9.1, expert_load=np.array([[4, 2]])),
         trained(20, 18.0, 8.0),
-        trained(30, 27.0, 7.5),
+        trained(30, 27.0, 7.5, expert_load=np.array([[6, 0]])),
         {"kind": "evaluate", "step": 30, "tokens": 3000, "loss": 7.6},
         {"kind": "sample", "step": 30, "prompt": "a", "text": "b"},
         {"kind": "end", "time": 28.0, "step": 30, "reason": "received SIGTERM"},
         start(10, 60.0),
-        trained(20, 69.0, 7.9),
+        trained(20, 69.0, 7.9, expert_load=np.array([[3, 3]])),
     )
     assert column(metrics, "loss") == [9.1, 7.9]
+    assert [load.tolist() for load in metrics.expert_loads.values()] == [[[4, 2]], [[3, 3]]]
     assert [way["loss"].tolist() for way in metrics.abandoned] == [[8.0, 7.5]]
     assert (metrics.evaluations, metrics.samples) == ([], [])
     assert metrics.tokens_at([10, 15]).tolist() == [1000, 1500]

@@ -8,9 +8,10 @@ import numpy as np
 import pytest
 from rich.console import Console
 
+from trainyard.config.load import load_run
 from trainyard.report.metrics import History
 from trainyard.report.run_view import UNKNOWN
-from trainyard.report.status import describe_line, draw_curve, render_screen
+from trainyard.report.status import describe_line, draw_curve, render_screen, render_status
 
 from .conftest import make_view, run_lines, train_line
 
@@ -25,6 +26,27 @@ def show(lines: list[dict[str, Any]], width: int = 80, height: int = 40, **value
     console.print(render_screen(view, texts, width, height, **values))
     assert isinstance(console.file, io.StringIO)
     return console.file.getvalue()
+
+
+def test_experts_and_what_a_token_uses() -> None:
+    run = load_run("tiny", ["model.n_experts=8", "model.mlp=swiglu", "model.bias=false"]).run
+    history = History()
+    history.add(train_line(5, 4.0, expert_imbalance=1.8))
+    dead = {"kind": "dead experts", "time": 9.0, "step": 5, "problem": "no token chose expert 3"}
+    history.add(dead)
+    view = make_view(history.metrics(), run=run)
+    view.plan["n_parameters"] = 1_000_000
+    n_idle = 2 * 6 * 3 * 64 * 256
+    text = (
+        f"1M parameters, {(1_000_000 - n_idle) / 1000:.0f}k active; SwiGLU, 8 experts of 256, 2 a"
+    )
+    assert f"model       {text}ctive, no biases" in render_status(view)
+    assert "step 5: no token chose expert 3" in render_status(view)
+    assert describe_line(dead, 50) == "step 5: no token chose expert 3"
+    console = Console(file=io.StringIO(), width=120, height=40)
+    console.print(render_screen(view, [], 120, 40))
+    assert isinstance(console.file, io.StringIO)
+    assert "imbalance 1.80" in console.file.getvalue()
 
 
 def test_everything_about_the_run_is_there() -> None:

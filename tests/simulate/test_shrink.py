@@ -17,6 +17,7 @@ from trainyard.errors import ConfigError
 from trainyard.layout.batches import BatchSchedule
 from trainyard.layout.ranks import describe_layout
 from trainyard.layout.resolve import resolve
+from trainyard.simulate.layout_check import precisions_of
 from trainyard.simulate.shrink import N_STEPS, cover_pairs, plan_layout_check
 from trainyard.topology import AXES
 
@@ -36,6 +37,21 @@ def test_layouts_cut_every_pair_of_axes_with_three_at_most(n_axes: int) -> None:
         assert {axis for layout in layouts for axis in layout} == set(axes)
         for pair in itertools.combinations(axes, 2):
             assert any(set(pair) <= set(layout) for layout in layouts)
+
+
+def test_experts_become_few_that_two_ranks_share() -> None:
+    experts = """model.n_experts=96 model.n_active_experts=6 model.n_shared_experts=1
+        model.n_dense_blocks=2 model.n_expert_groups=6 model.n_active_groups=3 model.bias=false
+        parallel.expert=12 parallel.pipeline=2 train.micro_batch_size=1
+        train.global_batch_size=96 train.batch_ramp=none model.n_layers=8"""
+    run = load("gpt3-125m", *experts.split())
+    check = plan_layout_check(run, 48)
+    (layout,) = check.layouts
+    model = layout.model
+    assert check.topologies[0].expert == 2 and check.topologies[0].pipeline == 2
+    assert (model.n_experts, model.n_active_experts, model.n_dense_blocks) == (8, 2, 1)
+    assert (model.n_expert_groups, model.n_active_groups, model.n_shared_experts) == (4, 2, 1)
+    assert precisions_of(run) == ["fp64"]
 
 
 def test_a_thousand_ranks_become_eight() -> None:
@@ -137,6 +153,14 @@ def test_several_layouts_for_more_axes() -> None:
         "pipeline 2 (1f1b) x replicas 2 x tensor 2, recompute attention",
         "data 2 (ZeRO 1) x context 2 (ulysses) x tensor 2, recompute attention",
     ]
+
+
+def test_ranks_that_share_keys_and_blocks_that_do_not_recompute_stay() -> None:
+    words = ("tensor=16", "recompute=block", "recompute_share=0.5")
+    run = load_run("llama-3.1-8b", [f"parallel.{word}" for word in words]).run
+    (small,) = plan_layout_check(run, 16).layouts
+    assert small.parallel.tensor > small.model.n_key_value_heads
+    assert small.parallel.recompute_share == 0.5
 
 
 @pytest.mark.exhaustive

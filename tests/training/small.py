@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from trainyard.config.load import build_run
+from trainyard.config.run import Run
 from trainyard.layout.batches import BatchSchedule
 from trainyard.layout.resolve import resolve
 from trainyard.optim.optimizer import build_optimizer
@@ -46,10 +47,14 @@ SECTIONS: dict[str, dict[str, Any]] = {
 }
 
 
+def build_small_run(**sections: dict[str, Any]) -> Run:
+    """Builds a run; what is given of a section changes its fields."""
+    return build_run({n: SECTIONS.get(n, {}) | sections.get(n, {}) for n in SECTIONS | sections})
+
+
 def build_small_context(n_ranks: int = 1, **sections: dict[str, Any]) -> TrainContext:
-    """Builds the context of this rank; what is given of a section changes its fields."""
-    names = SECTIONS | sections
-    run = build_run({n: SECTIONS.get(n, {}) | sections.get(n, {}) for n in names})
+    """Builds the context of this rank, for `build_small_run`."""
+    run = build_small_run(**sections)
     plan = resolve(run, n_ranks)
     rank = dist.get_rank() if n_ranks > 1 else 0
     mesh = build_mesh(plan.topology, rank, torch.device("cpu"))

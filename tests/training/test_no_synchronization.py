@@ -28,7 +28,7 @@ from trainyard.parallel.mesh import build_mesh
 from trainyard.parallel.model import ParallelModel
 from trainyard.training.checkpoints import build_saver
 from trainyard.training.loop import train
-from trainyard.training.metrics import Metrics
+from trainyard.training.metrics import ExpertLoad, Metrics
 from trainyard.training.state import State, TrainContext
 from trainyard.training.step import train_step
 from trainyard.training.stop import Stop
@@ -161,6 +161,17 @@ def test_a_step_that_waits_is_found(gpu: Gpu, monkeypatch: pytest.MonkeyPatch, w
     gpu.may_wait = False
     with pytest.raises(HostWaitsError, match=what):
         train_step(context, state)
+
+
+def test_the_load_of_experts_is_added_up_without_waiting(gpu: Gpu) -> None:
+    experts = {"n_experts": 4, "bias": False, "mlp": "swiglu"}
+    counted = ExpertLoad(build_gpu_context(model={**MODEL, **experts}))
+    gpu.may_wait, before = False, gpu.n_done
+    counted.add()
+    assert gpu.n_done > before
+    counted.forget()
+    with pytest.raises(HostWaitsError, match="to the host"):
+        counted.read()
 
 
 def test_the_loop_waits_where_it_logs(gpu: Gpu, tmp_path: Path) -> None:

@@ -14,6 +14,7 @@ from tests.faults.small_run import small_overrides
 
 from trainyard.api.running import Training, train_run
 from trainyard.checkpoint.format import load_manifest
+from trainyard.cli.show_data import show_order
 from trainyard.config.load import load_run
 from trainyard.corpus.preparation.train_tokenizer import train_tokenizer
 from trainyard.data.loader import describe_data
@@ -83,3 +84,21 @@ def test_a_resume_reads_each_file_once(
         ("load_vocabulary", ""): 1,
         ("describe_data", ""): 1,
     }
+
+
+def test_a_start_builds_no_order_that_show_order_has_built(
+    token_prefix: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """So one CPU can build the order of a large run before its job is in the queue."""
+    monkeypatch.chdir(tmp_path)
+    fields = [*small_overrides(Path(token_prefix), 4), "data.cache_folder=cache"]
+    show_order(["tiny", *fields], "train", 0, 1, tmp_path / "order.npz")
+
+    def list_cache() -> dict[str, tuple[int, int]]:
+        files = {path.name: path.stat() for path in Path("cache").iterdir()}
+        return {name: (found.st_ino, found.st_mtime_ns) for name, found in files.items()}
+
+    before = list_cache()
+    assert sum(name.endswith("shuffle_index.npy") for name in before) >= 2  # train and valid
+    assert train_run(Training("tiny", fields)) == 0
+    assert list_cache() == before

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import json
 import signal
 import sys
@@ -16,6 +17,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from tests.command import Fork
+from tests.training import small
 from tests.training.conftest import lines_of, newest, require_same, start, stop_at, with_fields
 from tests.waiting import wait_until
 
@@ -24,7 +26,10 @@ from trainyard.config.run import Run
 from trainyard.errors import GuardError
 from trainyard.parallel.mesh import Mesh, StopVote, build_mesh
 from trainyard.topology import Topology
-from trainyard.training import step
+from trainyard.training import loop, step
+from trainyard.training.checkpoints import Saves, build_saver
+from trainyard.training.metrics import Metrics
+from trainyard.training.state import State
 from trainyard.training.stop import DONE, TWICE_SECONDS, Stop, StopReason
 
 
@@ -237,3 +242,43 @@ def test_all_ranks_get_the_request_of_one_in_the_same_step(
         expected = {1 + n_late: "SAVE", 4 + n_late: "75 SIGTERM"}
         assert found == [expected.get(step) for step in range(7)]
         assert n_exchanges == 2 + 2 * n_late, "of texts, after a request only"
+
+
+def saved_steps(folder: Path, every: dict[str, object], seconds: tuple[float, ...]) -> list[int]:
+    """Trains 12 steps, which take that many seconds on each rank's clock; returns those saved."""
+    n_ranks = len(seconds)
+    settings = {"checkpoint": {"keep_last": 12} | every, "train": {"length": "12 steps"}}
+    context = small.build_small_context(n_ranks, **settings, evaluate={"interval": 4})
+    context, state = dataclasses.replace(context, folder=folder), State.at_start(context)
+    of_step = seconds[context.model.mesh.rank]
+    timed = functools.partial(Saves, clock=lambda: state.step * of_step)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(loop, "Saves", timed)
+        saver, metrics = build_saver(context), Metrics(context)
+        loop.train(context, state, metrics, Stop(None), saver, lambda _step, _text: None)
+    metrics.close()
+    return sorted(int(path.name[-8:]) for path in (folder / "checkpoints").iterdir())
+
+
+@pytest.mark.parametrize(
+    ("every", "steps"),
+    [
+        ({"interval": "1 minute"}, [3, 6, 9, 12]),
+        ({"interval": "80 seconds"}, [4, 8, 12]),
+        ({"interval": "1 hour"}, [12]),
+        ({"interval": "1 minute", "keep_every": 5}, [3, 5, 8, 10, 12]),
+        ({"interval": "1 hour", "keep_best": 2}, [4, 8, 12]),
+        ({"interval": "5 steps"}, [5, 10, 12]),
+    ],
+)
+def test_saves_by_time_and_by_steps(
+    every: dict[str, object], steps: list[int], tmp_path: Path
+) -> None:
+    assert saved_steps(tmp_path, every, (25.0,)) == steps
+
+
+def test_the_clock_of_the_first_rank_decides_for_all(
+    run_ranks: Callable[..., list[Any]], tmp_path: Path
+) -> None:
+    found = run_ranks(2, saved_steps, tmp_path, {"interval": "1 minute"}, (25.0, 1000.0))
+    assert found == [[3, 6, 9, 12]] * 2

@@ -39,7 +39,7 @@ from trainyard.config.run import Blend, Data, Run
 from trainyard.corpus.preparation.prepare import prepare
 from trainyard.corpus.preparation.train_tokenizer import train_tokenizer
 from trainyard.data.index_cache import FileBlock, IndexCache
-from trainyard.data.indexed import token_paths
+from trainyard.data.indexed import IndexedDataset, token_paths
 from trainyard.data.loader import build_training_orders, data_fingerprint, describe_data
 from trainyard.errors import (
     CheckpointError,
@@ -63,7 +63,11 @@ from trainyard.parallel.mesh import (
 from trainyard.precision import policy
 from trainyard.topology import Topology
 from trainyard.training import loop
-from trainyard.training.context import build_shared_orders, hash_new_token_files
+from trainyard.training.context import (
+    build_shared_orders,
+    check_token_files,
+    hash_new_token_files,
+)
 from trainyard.training.run_folder import open_run, refuse_unsupported, write_run_folder
 from trainyard.training.step import StepResult, train_step
 from trainyard.training.stop import DONE, StopReason
@@ -478,6 +482,51 @@ def test_ranks_that_see_other_data_are_told(
         return caught.value.problem
 
     assert set(run_ranks(3, read)) == {"rank 2 of 3: the token files differ from those of rank 0"}
+
+
+def check(prefixes: list[Path], folder: Path) -> tuple[int, int, list[int]]:
+    """Checks as this rank; counts indexes it reads whole, then and when it builds its order."""
+    rank, mesh = meet()
+    run = run_on([prefixes[rank]], folder / f"cache{rank}")
+    opened: list[str] = []
+    check_sequences = IndexedDataset._check_sequences
+
+    def note(dataset: IndexedDataset) -> None:
+        opened.append(dataset.prefix)
+        check_sequences(dataset)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(IndexedDataset, "_check_sequences", note)
+        describe_data(run)
+        assert not opened, "before the ranks have met, none reads"
+        trusted = check_token_files(run, mesh)
+        n_checked = len(opened)
+        data_fingerprint(run)
+        dataset = IndexedDataset(prefixes[rank], trusted)
+    return n_checked, len(opened), [dataset.n_tokens, len(dataset), len(dataset.stream)]
+
+
+def test_an_index_is_read_whole_once_by_ranks_that_see_it(
+    run_ranks: Callable[..., list[Any]], tmp_path: Path
+) -> None:
+    """Ranks 0 and 1 share a file system; rank 2 has a copy."""
+    mine, other = write_twice(tmp_path)
+    dataset = IndexedDataset(mine)
+    sizes = [dataset.n_tokens, len(dataset), len(dataset.stream)]
+    found = run_ranks(3, check, [mine, mine, other], tmp_path)
+    assert found == [(1, 1, sizes), (0, 0, sizes), (1, 1, sizes)]
+
+
+def test_a_changed_index_is_read_whole_again(tmp_path: Path) -> None:
+    prefix = write_tokens(tmp_path)
+    trusted = check_token_files(run_on([prefix], tmp_path), Mesh(Topology(), 0, CPU))
+    path = token_paths(prefix)[1]
+    content = bytearray(path.read_bytes())
+    content[34] ^= 1  # the first length
+    path.unlink()
+    path.write_bytes(content)
+    with pytest.raises(DataError, match=r"idx: byte \d+: sequence_pointers\[\d\] is "):
+        IndexedDataset(prefix, trusted)
 
 
 def test_held_out_files_that_are_trained_on_are_said(

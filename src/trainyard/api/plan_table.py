@@ -6,35 +6,36 @@ import itertools
 import math
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, astuple, dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from rich.text import Text
 
-from trainyard.architecture import count_values, stage_layers
+from trainyard.architecture import block_groups, block_layers, count_values, rest_layers
 from trainyard.config.run import Run
-from trainyard.layout.flops import describe_formula, figures_by_formula, model_flops_utilization
+from trainyard.layout.flops import (
+    active_parameter_count,
+    describe_formula,
+    describe_parameters,
+    figures_by_formula,
+    model_flops_utilization,
+)
 from trainyard.layout.ranks import describe_layout
 from trainyard.layout.resolve import Plan
 from trainyard.layout.sizes import checkpoint_bytes
+from trainyard.planning import saving
 from trainyard.planning.cost import CorpusUse, Cost
 from trainyard.planning.hardware import Machine
-from trainyard.planning.memory import RankMemory
-from trainyard.planning.search import Remedy, fits, usable_bytes
+from trainyard.planning.memory import RankMemory, largest_of
+from trainyard.planning.search import Candidate, Remedy, fits, node_bytes, usable_bytes
 from trainyard.planning.time import StepTime
 from trainyard.planning.traffic import Traffic, busiest_rank
 from trainyard.topology import AXES
-from trainyard.units import (
-    format_bytes,
-    format_figure,
-    format_large,
-    format_number,
-    format_seconds,
-    with_article,
-)
+from trainyard.units import format_bytes, format_figure, format_large, format_number, format_seconds
 
 BAR_WIDTH, TEXT_WIDTH = 30, 52
 WIDEST = BAR_WIDTH + TEXT_WIDTH
+RAMP_DROPPED = "dropped: its first batches are too small for the fastest layouts"
 MOST_CORPORA = 8
 LONG_EVALUATION = 0.2
 """Share of a run from which a plan says how to leave evaluation out."""
@@ -54,12 +55,20 @@ class Report:
     cost: Cost | None = None
     remedies: Sequence[Remedy] = ()
     extremes: Sequence[tuple[StepTime, Cost]] = ()
-    """Fastest and slowest estimates if the device was not measured; else empty."""
+    """The fastest and the slowest step of its range, with their costs; empty without a machine."""
+    arguments: str | None = None
+    """Those for the layout that was chosen, as the run states none; else None."""
+    dense: Candidate | None = None
+    """The dense model of as many FLOP a token, of a run with experts, in the same layout."""
+    expected: tuple[Mapping[str, Any], Sequence[str]] = ({}, ())
+    """The held-out loss to expect of a run whose family has a ladder, and the same in lines."""
+    better_saving: tuple[str, float] | None = None
+    """A change that leaves more useful time, and its share of the time, where too little is."""
 
     @property
     def busiest(self) -> RankMemory:
         """Memory of the rank that needs most."""
-        return max(self.memories, key=lambda memory: memory.peak_bytes)
+        return largest_of(self.memories)
 
     @property
     def spare_bytes(self) -> int | None:
@@ -70,7 +79,13 @@ class Report:
     @property
     def fits(self) -> bool:
         """Whether every rank has enough memory, as far as known."""
-        return self.machine is None or fits(self.busiest, self.machine)
+        return self.machine is None or fits(self.busiest, self.machine, self.plan.n_ranks)
+
+    @property
+    def node_bytes(self) -> int:
+        """Host memory of a node's processes."""
+        assert self.machine is not None
+        return node_bytes(self.busiest, self.machine, self.plan.n_ranks)
 
     def __str__(self) -> str:
         return render_plan(self).plain
@@ -80,9 +95,12 @@ def render_plan(report: Report) -> Text:
     """Renders a plan as a table."""
     devices = describe_devices(report.machine, report.plan.n_ranks)
     text = Text.assemble((report.run.name, "bold"), f" on {devices}")
-    for section in (_size, _memory, _traffic, _time, _whole_run, _data, _remedies):
+    sections = (_size, _memory, _traffic, _time, _dense, _whole_run, _expected, _data, _remedies)
+    for section in sections:
         for title, line in section(report):
             text.append(f"\n{title:<15}", "cyan").append(line)
+    if report.arguments:
+        text.append("\narguments for it: ", "cyan").append(report.arguments)
     return text
 
 
@@ -98,7 +116,11 @@ def describe_devices(machine: Machine | None, n_devices: int) -> str:
 def _size(report: Report) -> Iterator[tuple[str, str]]:
     run, plan = report.run, report.plan
     topology, train = plan.topology, run.train
-    yield "layout", describe_layout(run, topology)
+    is_chosen = report.arguments is not None
+    how = ": the fastest that fits, as the run states none" if is_chosen else ""
+    yield "layout", describe_layout(run, topology) + how
+    if "train.batch_ramp" in (report.arguments or ""):
+        yield "batch ramp", RAMP_DROPPED
     n_micro = train.global_batch_size // train.micro_batch_size // topology.data
     batches = "micro batch" if n_micro == 1 else "micro batches"
     each = f" on each of {topology.data:,} data parallel ranks" if topology.data > 1 else ""
@@ -109,7 +131,7 @@ def _size(report: Report) -> Iterator[tuple[str, str]]:
     )
     held = held_parameters(run, plan)
     of_rank = f"; {max(held):,} on a rank" if max(held) < plan.n_parameters else ""
-    yield "parameters", f"{plan.n_parameters:,} ({format_large(plan.n_parameters)}){of_rank}"
+    yield "parameters", f"{describe_parameters(run.model, plan.padded_vocabulary_size)}{of_rank}"
     if len(held) > 1:
         counts = _repeats([format_large(n * topology.tensor) for n in held])
         yield "", f"by pipeline rank, all tensor ranks together: {counts}"
@@ -118,8 +140,12 @@ def _size(report: Report) -> Iterator[tuple[str, str]]:
 def held_parameters(run: Run, plan: Plan) -> list[int]:
     """Counts the parameters that a rank computes with, before ZeRO, by pipeline rank."""
     padded, topology = plan.padded_vocabulary_size, plan.topology
+    shards = topology.tensor, topology.expert
     by_stage = [
-        count_values(stage_layers(run.model, padded, blocks, topology.tensor))
+        count_values(rest_layers(run.model, padded, blocks, topology.tensor))
+        + sum(
+            n * count_values(block_layers(e, *shards)) for e, n in block_groups(run.model, blocks)
+        )
         for blocks in plan.stages
     ]
     return [sum(by_stage[rank :: topology.pipeline]) for rank in range(topology.pipeline)]
@@ -146,6 +172,12 @@ def _memory(report: Report) -> Iterator[tuple[str, str]]:
     yield from _bars(busiest.items, format_bytes)
     if busiest.host_bytes:
         yield "", f"  and {format_bytes(busiest.host_bytes)} of host memory for saving"
+    if report.machine:
+        most, needed = report.machine.host_memory_bytes, report.node_bytes
+        there = "host memory at least"
+        if most < math.inf:
+            there = f"{format_bytes(int(most))}: {'fits' if needed <= most else 'DOES NOT FIT'}"
+        yield "", f"  processes of a node: {format_bytes(needed)} of {there}"
 
 
 def _bars(values: Mapping[str, float], form: Any) -> Iterator[tuple[str, str]]:
@@ -160,10 +192,13 @@ def _bars(values: Mapping[str, float], form: Any) -> Iterator[tuple[str, str]]:
 
 def _traffic(report: Report) -> Iterator[tuple[str, str]]:
     title = "traffic"
-    for each in busiest_rank(report.run, report.plan):
+    kinds = busiest_rank(report.run, report.plan)
+    width = max([9, *(len(each.axis) for each in kinds)])
+    for each in kinds:
         link = link_of(each, report.plan, report.machine)
         size = format_bytes(each.n_bytes)
-        yield title, f"{each.axis:<9} {each.collective:<15} {each.calls:>7,} calls {size:>10}{link}"
+        kind = f"{each.axis:<{width}} {each.collective:<15}"
+        yield title, f"{kind} {each.calls:>7,} calls {size:>10}{link}"
         title = ""
 
 
@@ -171,8 +206,12 @@ def link_of(traffic: Traffic, plan: Plan, machine: Machine | None) -> str:
     """Describes the link that an axis communicates over."""
     if machine is None:
         return ""
-    place = 1 if traffic.axis == "stage" else AXES.index(traffic.axis)
-    inside = math.prod(astuple(plan.topology)[place:]) <= machine.devices_per_node
+    topology, outermost = plan.topology, {"stage": "replicate", "same experts": "shard"}
+    n_ranks = topology.tensor * topology.expert
+    if traffic.axis != "expert":
+        place = AXES.index(outermost.get(traffic.axis, traffic.axis))
+        n_ranks = math.prod(getattr(topology, axis) for axis in AXES[place:])
+    inside = n_ranks <= machine.devices_per_node
     speed = machine.link_bytes_per_second if inside else machine.network_bytes_per_second
     return f"  {'inside nodes' if inside else 'across nodes'}, {speed / 1e9:g} GB/s"
 
@@ -207,21 +246,38 @@ def _time(report: Report) -> Iterator[tuple[str, str]]:
     rates = ("samples_per_second", "tokens_per_second_per_device", "tflops_per_second_per_device")
     samples, tokens, tflops = (format_figure(found[rate], 4) for rate in rates)
     mfu = found["model_flops_utilization"]
-    of_peak = f" (MFU {mfu:.1%})" if mfu is not None else ""
-    between = ""
-    if report.extremes and report.machine:
-        fast, slow = (describe_step(extreme.seconds) for extreme, _ in report.extremes)
-        device = with_article(report.machine.device.name)
-        between = f" ({fast} to {slow}: {device} was not measured)"
+    fast, slow = (extreme.seconds for extreme, _ in report.extremes)
+    of_peak = ""
+    if mfu is not None:
+        low, high = mfu * time.seconds / slow, mfu * time.seconds / fast
+        of_peak = f" (MFU {mfu:.1%}; {low:.0%} to {high:.0%})"
     yield (
         "step",
-        f"{describe_step(time.seconds)}{between}: {samples} samples/s, {tokens} tokens/s and "
-        f"{tflops} TFLOP/s per device{of_peak}",
+        f"{describe_step(time.seconds)} ({describe_step(fast)} to {describe_step(slow)}): "
+        f"{samples} samples/s, {tokens} tokens/s and {tflops} TFLOP/s per device{of_peak}",
     )
     if by_formula := describe_formula(found):
         yield "", by_formula
     shares = {part: seconds for part, seconds in time.parts.items() if seconds > 0}
     yield from _bars(shares, lambda seconds: f"{seconds / time.seconds:.1%}")
+
+
+def _dense(report: Report) -> Iterator[tuple[str, str]]:
+    dense, time = report.dense, report.time
+    if dense is None or time is None:
+        return
+    n, peak = dense.plan.n_parameters, dense.memory.peak_bytes
+    yield (
+        "against dense",
+        f"{format_large(n)} parameters of the same FLOP a token (d_ff {dense.run.model.d_ff:,}): "
+        f"{describe_step(dense.time.seconds)} per step, {format_bytes(peak)}",
+    )
+    yield (
+        "",
+        f"so experts have {report.plan.n_parameters / n:.1f} times the parameters for "
+        f"{time.seconds / dense.time.seconds:.2f} times the time and "
+        f"{report.busiest.peak_bytes / peak:.2f} times the memory",
+    )
 
 
 def _whole_run(report: Report) -> Iterator[tuple[str, str]]:
@@ -230,12 +286,12 @@ def _whole_run(report: Report) -> Iterator[tuple[str, str]]:
     yield "checkpoint", format_bytes(checkpoint_bytes(report.run, plan.n_parameters))
     if cost is None:
         return
-    for saving in cost.savings:
+    for each in cost.savings:
         yield (
             "",
-            f"  {saving.storage_bytes_per_second / 1e9:g} GB/s: written in "
-            f"{format_seconds(saving.write_seconds)}, training stalls for "
-            f"{format_seconds(saving.stall_seconds)}",
+            f"  {each.storage_bytes_per_second / 1e9:g} GB/s: written in "
+            f"{format_seconds(each.write_seconds)}, training stalls for "
+            f"{format_seconds(each.stall_seconds)}",
         )
     worst, best = cost.useful_shares
     yield (
@@ -245,17 +301,24 @@ def _whole_run(report: Report) -> Iterator[tuple[str, str]]:
         f"useful ({worst:.1%} to {best:.1%}); "
         f"every {format_seconds(cost.savings[0].best_interval_seconds)} is optimal",
     )
+    if report.better_saving:
+        change, share = report.better_saving
+        lost = saving.RESTART_SECONDS / cost.seconds_between_failures
+        better = f"{change} makes it {share:.1%}" if change else "no way of saving loses less"
+        yield "", f"warning: this is under 95%; {better}; restarts alone cost {lost:.1%}"
     if math.isinf(cost.seconds):
         yield "whole run", "never ends: failures undo more work than is done between them"
         return
-    between = ""
-    if report.extremes:
-        fast, slow = (format_seconds(extreme.seconds) for _, extreme in report.extremes)
-        between = f" ({fast} to {slow})"
-    price = "" if cost.price is None else f", {cost.price:,.0f} at the price given"
+    fast, slow = (extreme for _, extreme in report.extremes)
+    hours = f"{format_figure(fast.device_hours)} to {format_figure(slow.device_hours)}"
+    price = ""
+    if cost.price is not None and fast.price is not None and slow.price is not None:
+        between = f" ({fast.price:,.0f} to {slow.price:,.0f})"
+        price = f", {cost.price:,.0f}{between} at the price given"
     yield (
         "whole run",
-        f"{format_seconds(cost.seconds)}{between}, {format_figure(cost.device_hours)} "
+        f"{format_seconds(cost.seconds)} ({format_seconds(fast.seconds)} to "
+        f"{format_seconds(slow.seconds)}), {format_figure(cost.device_hours)} ({hours}) "
         f"device-hours{price}; steps alone {format_seconds(cost.step_seconds)}, evaluation "
         f"{format_seconds(cost.evaluation_seconds)}, {cost.n_failures:.1f} failures",
     )
@@ -263,6 +326,11 @@ def _whole_run(report: Report) -> Iterator[tuple[str, str]]:
     share = cost.evaluation_seconds / cost.seconds
     if share > LONG_EVALUATION:
         yield "", f"evaluation takes {share:.0%} of that: evaluate.batches=0 leaves it out"
+
+
+def _expected(report: Report) -> Iterator[tuple[str, str]]:
+    for number, line in enumerate(report.expected[1]):
+        yield "" if number else "expected loss", line
 
 
 def _data(report: Report) -> Iterator[tuple[str, str]]:
@@ -314,21 +382,32 @@ def plan_as_json(report: Report) -> dict[str, Any]:
             "device": machine.device.name,
             "devices_per_node": machine.devices_per_node,
         },
+        "chosen": report.arguments,
         "fits": report.fits,
         "usable_bytes": usable_bytes(machine) if machine else None,
+        "parameters_active": active_parameter_count(run.model, plan.padded_vocabulary_size),
         "parameters_held": held_parameters(run, plan),
         "memory": [memory_as_json(memory) for memory in report.memories],
         "traffic": [asdict(each) for each in busiest_rank(run, plan)],
         "checkpoint_bytes": checkpoint_bytes(run, plan.n_parameters),
         "data": [asdict(use) for use in report.corpora],
+        "expected": report.expected[0] or None,
     }
     if report.time is not None:
         between = [time.seconds for time, _ in report.extremes] or None
         found["step"] = asdict(report.time) | speeds(report) | {"seconds_between": between}
+    if report.dense is not None:
+        found["dense"] = {
+            "d_ff": report.dense.run.model.d_ff,
+            "parameters": report.dense.plan.n_parameters,
+            "peak_bytes": report.dense.memory.peak_bytes,
+            "seconds": report.dense.time.seconds,
+        }
     if report.cost is not None:
         found["cost"] = {name: _finite(value) for name, value in asdict(report.cost).items()}
         between = [_finite(cost.seconds) for _, cost in report.extremes] or None
         found["cost"]["seconds_between"] = between
+        found["cost"]["better_saving"] = report.better_saving
     if report.remedies:
         found["remedies"] = [
             {

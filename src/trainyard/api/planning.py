@@ -14,8 +14,10 @@ from trainyard.errors import ConfigError, DataError, MachineError
 from trainyard.units import format_bytes, with_article
 
 if TYPE_CHECKING:
+    from trainyard.config.load import LoadedRun
     from trainyard.config.run import Run
     from trainyard.planning.hardware import Machine
+    from trainyard.planning.search import Candidate
 
 logger = logging.getLogger("trainyard")
 
@@ -63,9 +65,50 @@ def plan(
     Raises:
         TrainyardError: an unknown name, or a layout or precision that is impossible there.
     """
-    loaded = load_run(run)
+    from trainyard.config import load
+    from trainyard.config.run import Run
+
+    loaded = load.LoadedRun(run, {}) if isinstance(run, Run) else load.load_run(str(run))
     machine = find_asked_machine(cluster, nodes, gpu)
-    return build_report(loaded, machine, count_devices(loaded, machine, nodes, gpus), price=price)
+    n_devices = count_devices(loaded.run, machine, nodes, gpus)
+    chosen = None
+    if machine and (nodes or gpus) and not isinstance(run, Run):
+        chosen = choose_layout(loaded, machine, n_devices)
+    return build_report(loaded.run, machine, n_devices, price=price, chosen=chosen)
+
+
+def choose_layout(loaded: LoadedRun, machine: Machine, n_devices: int) -> Candidate | None:
+    """Finds the fastest layout that fits, if a run states none; presets state none.
+
+    It has no batch ramp where that makes steps much faster: see `search_with_ramp`.
+
+    Raises:
+        ConfigError: no layout can share the batch.
+        MachineError: none fits; the hint says on how many devices one does.
+    """
+    from trainyard.api.plan_table import describe_devices
+    from trainyard.config.load import preset_names
+    from trainyard.config.rules import change
+    from trainyard.layout.resolve import resolve
+    from trainyard.planning.search import (
+        FIELDS,
+        hint_where_none_fits,
+        list_shapes,
+        search_with_ramp,
+    )
+
+    run, origins = loaded.run, loaded.origins
+    if any(field in origins and origins[field] not in preset_names() for field in FIELDS):
+        return None
+    for fastest in search_with_ramp(run, machine, n_devices, most=1):
+        return fastest
+    steady = change(run, {"train.batch_ramp": None})
+    if not any(list_shapes(steady, machine, n_devices)):
+        resolve(steady, n_devices)  # says what cannot be divided
+    raise MachineError(
+        f"{run.name}: no layout fits on {describe_devices(machine, n_devices)}",
+        hint_where_none_fits(steady, machine, n_devices),
+    )
 
 
 def find_asked_machine(cluster: str | None, nodes: int | None, gpu: str | None) -> Machine | None:
@@ -110,45 +153,59 @@ def build_report(
     run: Run,
     machine: Machine | None,
     n_devices: int,
-    storage: tuple[float, ...] = (GIGA,),
+    storage: tuple[float, ...] = (5 * GIGA, 20 * GIGA, 100 * GIGA),
     price: float | None = None,
+    chosen: Candidate | None = None,
 ) -> Report:
     """Plans a run; includes changes that make it fit if it does not.
+
+    Args:
+        run: the run.
+        machine: its devices; None leaves out times.
+        n_devices: their number.
+        storage: speeds of file systems, in bytes per second.
+        price: of a device-hour.
+        chosen: by `choose_layout`; its layout is planned in place of the run's.
 
     Raises:
         ConfigError: the run cannot use this number of devices.
         MachineError: the devices do not support its precision.
     """
-    from trainyard.config.rules import change
+    from trainyard.config.rules import describe
     from trainyard.data.patterns import find_token_files
     from trainyard.layout.resolve import resolve
-    from trainyard.planning.cost import corpora_use, run_cost
-    from trainyard.planning.hardware import find_extremes
+    from trainyard.planning.cost import LEAST_USEFUL_SHARE, better_saving, corpora_use, run_cost
     from trainyard.planning.memory import rank_memory
-    from trainyard.planning.saving import host_bytes
-    from trainyard.planning.search import find_remedies, is_gpu
-    from trainyard.planning.time import step_time
+    from trainyard.planning.search import as_dense, find_remedies, is_gpu, predict
+    from trainyard.planning.time import find_extremes, step_time
 
+    given, run = run, chosen.run if chosen else run
+    arguments = describe(given, chosen.changes_from(given), " ") if chosen else None
     planned = resolve(run, n_devices)
     on_gpu = machine is None or is_gpu(machine)
-    # Host memory for saving is the same for all stages, and slow to compute.
-    without = change(run, {"checkpoint.background": False})
-    n_host_bytes = host_bytes(run, planned)
-    memories = [
-        replace(rank_memory(without, planned, stage, on_gpu), host_bytes=n_host_bytes)
-        for stage in range(planned.topology.pipeline)
-    ]
+    ranks = range(planned.topology.pipeline)
+    memories = [rank_memory(run, planned, rank, on_gpu) for rank in ranks]
     found = find_token_files(run, missing_ok=True)
     corpora = corpora_use(found, planned, find_sizes(found))
+    report = Report(run, planned, memories, corpora, arguments=arguments)
+    if any(Path("runs").glob("*-ladder/prediction.json")):  # spares imports
+        from trainyard.sweeps.prediction import describe_expected
+
+        report = replace(report, expected=describe_expected(found))
     if machine is None:
-        return Report(run, planned, memories, corpora)
+        return report
     time = step_time(run, planned, machine)
     cost = run_cost(run, planned, machine, time, storage, price)
-    extremes = []
-    for each in find_extremes(machine) or ():
-        extreme = step_time(run, planned, each)
-        extremes.append((extreme, run_cost(run, planned, each, extreme, storage, price)))
-    report = Report(run, planned, memories, corpora, machine, time, cost, extremes=extremes)
+    extremes = [
+        (extreme, run_cost(run, planned, machine, extreme, storage, price))
+        for extreme in find_extremes(run, planned, machine, time)
+    ]
+    report = replace(report, machine=machine, time=time, cost=cost, extremes=extremes)
+    if run.model.n_experts:
+        report = replace(report, dense=predict(as_dense(run), machine, n_devices))
+    if cost.useful_share < LEAST_USEFUL_SHARE:
+        better = better_saving(run, planned, machine, time, storage[0])
+        report = replace(report, better_saving=better)
     if report.fits:
         return report
     return replace(report, remedies=find_remedies(run, machine, n_devices))
@@ -163,9 +220,16 @@ def refuse_unfit(report: Report) -> None:
     if report.fits:
         return
     assert report.machine is not None
-    hint = "no tested change makes it fit: use a smaller model or larger devices"
+    hint = "no tested change makes it fit: use a smaller model, or nodes with more memory"
     if report.remedies:
         hint = f"cheapest change that makes it fit: {report.remedies[0].change}"
+    if (report.spare_bytes or 0) >= 0:  # of a device; so the host's is not enough
+        raise MachineError(
+            f"{report.run.name} does not fit in host memory: the processes of a node need "
+            f"{format_bytes(report.node_bytes)}, and a node of {report.machine.name} has "
+            f"{format_bytes(int(report.machine.host_memory_bytes))}",
+            hint,
+        )
     raise MachineError(
         f"{report.run.name} does not fit: {format_bytes(-(report.spare_bytes or 0))} more than "
         f"{with_article(report.machine.device.name)} has",

@@ -34,6 +34,7 @@ from trainyard.errors import (
 )
 from trainyard.extras import require
 from trainyard.launch.environment import Process, read_process, read_start
+from trainyard.launch.heartbeat import end_with_parent
 from trainyard.launch.local import wait_until
 from trainyard.launch.lock import hold
 from trainyard.launch.program import run_program
@@ -218,6 +219,8 @@ def train_run(training: Training) -> int:
     process = read_process()
     for option in ("ranks", "minutes", "overwrite"):
         process.refuse_option(f"--{option}", getattr(training, option))
+    if process.parent_pipe is not None:
+        end_with_parent(process.parent_pipe)
     with leave_when_told():
         run = load_run(training.run_file, training.overrides)
         refuse_moved_run(training.run_file, run.name, training.overrides)

@@ -295,11 +295,12 @@ def measure(
     if job.seconds:
         warm = timeline.clock.seconds(marks[1], marks[-1]) / (job.steps.warm_up - 1)
         n_timed = max(n_timed, round(job.seconds / _largest([warm], mesh)[0]))
+    marks.append(timeline.clock.mark())  # no step's time is the collector's
     train(n_timed)
     seconds = _largest([timeline.clock.seconds(a, b) for a, b in pairwise(marks)], mesh)
     result: dict[str, Any] = {
         "first_step_seconds": seconds[0],
-        "step_seconds": seconds[job.steps.warm_up :],
+        "step_seconds": seconds[job.steps.warm_up + 1 :],
         "peak_memory_bytes": int(_largest([peak_memory_bytes(device)], mesh)[0]),
         "first_loss": losses[0].item(),
         "last_loss": losses[-1].item(),

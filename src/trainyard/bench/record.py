@@ -24,13 +24,14 @@ from typing import Any
 
 import numpy as np
 
-from trainyard.architecture import matmuls
+from trainyard.architecture import block_groups, matmuls
 from trainyard.bench.rounds import BenchRun, Rounds
 from trainyard.config.devices import find_device
 from trainyard.config.run import Run
 from trainyard.launch.environment import find_commit, hide_secrets, read_versions
 from trainyard.layout.flops import (
     MODEL_FLOPS,
+    block_flops,
     figures_by_formula,
     matmul_flops,
     model_flops_utilization,
@@ -195,7 +196,12 @@ def recomputed_flops_per_token(run: Run) -> float:
     if recompute == "attention" or not model.dropout:
         repeated = repeated[:-1]  # nothing needs its output
     # A token sees half of the others on average.
-    return float(model.n_layers * (matmul_flops(repeated) + score_flops(model) // 2))
+    per_block = matmul_flops(repeated) + score_flops(model) // 2
+    if recompute == "block" and model.n_experts:  # all of it, as what follows needs outputs
+        groups = block_groups(model, (0, model.n_layers))
+        n_flops = sum(n * block_flops(kind) for kind, n in groups)
+        per_block = n_flops // model.n_layers + score_flops(model) // 2
+    return model.n_layers * run.parallel.recompute_share * per_block
 
 
 def render_table(record: Record) -> str:

@@ -18,7 +18,7 @@ from trainyard.errors import ConfigError
 from trainyard.layout.flops import model_flops_per_token, model_flops_utilization
 from trainyard.layout.resolve import resolve
 from trainyard.planning.clusters import find_machine
-from trainyard.planning.hardware import CUDNN_SPEED, FP8_SPEEDS, Machine
+from trainyard.planning.hardware import ALONE, CAST_SPEEDS, CUDNN_SPEED, Machine
 from trainyard.simulate.kernels import COMPILED_FORWARD, Kernel, count_kernels
 
 N_SHOWN = 24
@@ -71,7 +71,7 @@ def predict(run: Run, gpu: str) -> Roofline:
     Raises:
         UserError: there is no such GPU, its figures are unknown, or the run needs several.
     """
-    machine = find_machine(gpu=gpu)
+    machine = find_machine(gpu=gpu).at_speed(ALONE)
     plan = resolve(run)
     if plan.n_ranks > 1:
         raise ConfigError(
@@ -131,8 +131,9 @@ def price(run: Run, kernels: Counter[Kernel], machine: Machine) -> list[PricedKe
             if kernel.is_attention:
                 seconds = machine.attention_seconds(kernel.flops, dtype, speed)
             else:
-                by_scale = FP8_SPEEDS[run.precision.fp8.scaling] if dtype == "fp8" else 1.0
-                seconds += machine.matmul_seconds(kernel.flops, dtype, by_scale)
+                seconds += machine.matmul_seconds(kernel.flops, dtype)
+        elif "log2" in kernel.name:  # a cast to fp8, as scales are powers of two
+            seconds /= CAST_SPEEDS[run.precision.fp8.scaling]
         priced.append(
             PricedKernel(
                 place=kernel.place,

@@ -82,7 +82,7 @@ class AsyncCheckpointer:
 
     Args:
         folder: the run's checkpoints; the same for all ranks.
-        ranks: this rank among those that save; the writer thread calls its barrier.
+        ranks: this rank among those that save; the writer thread calls its `agree`.
         keep: which checkpoints to keep once a newer one is complete.
         background: write while training continues; else `save` returns once all is written, and
             needs no host memory.
@@ -168,7 +168,7 @@ class AsyncCheckpointer:
             write()
             self._raise_bug()
         else:
-            # A daemon: a barrier waiting for a dead rank must not keep the process alive.
+            # A daemon: waiting for a dead rank must not keep the process alive.
             self._thread = threading.Thread(target=write, name="checkpoint", daemon=True)
             self._thread.start()
 

@@ -11,33 +11,33 @@
       .step-00002000.partial/        being written, or left by a killed save
 
     {"sha256": "9f86d081...",                        of every byte after this line's comma
-     "format": 3,
+     "format": 4,
      "step": 1000, "consumed_sequences": 256000, "consumed_tokens": 524288000,
      "run": {...}, "plan": {...}, "versions": {...}, "data_fingerprint": "...", "training": {...},
-     "tensors": {"model.final_norm.weight": {"dtype": "float32", "shape": [768], "chunks": [
-         {"offset": [0], "shape": [384], "file": "model-00000-of-00002.safetensors",
-          "checksum": "..."},
-         {"offset": [384], "shape": [384], "file": "model-00001-of-00002.safetensors",
-          "checksum": "..."}]}, ...},
-     "files": {"model-00000-of-00002.safetensors": {"n_bytes": 1073740800,
-                                                    "header_sha256": "..."}, ...},
+     "grids": [{"names": ["model.final_norm.weight", ...], "dtype": "float32", "shape": [768],
+                "starts": [[0, 384]], "files": [0, 1]}, ...],
+     "files": {"model-00000-of-00002.safetensors": [1073740800, "sha256 of its header"], ...},
      "tokenizer": {"n_bytes": 1755863, "sha256": "...", "fingerprint": "..."}}
-
-Checksums of chunks are XXH3-128, all others SHA-256. Formats 1 and 2, still readable, have SHA-256
-for chunks too, named "sha256"; format 1 has no tokenizer. `RENAMED` in `config/load.py` translates
-fields of their runs.
 
 Tensor names are global: `model.blocks.17.attention.qkv.weight`, `optimizer.<parameter>.exp_avg`.
 A tensor is stored in chunks, as sharded when saved; each has the tensor's name inside its file. The
-chunks of a tensor form a grid, so their lengths reveal holes and overlaps:
+chunks of a tensor form a grid, and the manifest has one entry for all tensors with the same grid
+and files, so it grows with ranks and not with chunks:
 
     offset   0        512      800        rows over data ranks, columns over tensor ranks
         0    +--------+--------+
-      100    |        |        |          {0, 512} x {0, 100, 200}: every corner has its chunk
-      200    +--------+--------+
+      100    | file 0 | file 1 |          "shape": [200, 800], "starts": [[0, 100], [0, 512]],
+      200    | file 2 | file 3 |          "files": [0, 1, 2, 3]: numbers in "files" below
+             +--------+--------+
 
-The checksums of the chunks and of the header cover every byte of a file; a reader hashes only the
-chunks it needs. Only one rank writes what several hold, so no byte is stored twice.
+The checksum of a chunk, XXH3-128, is in the header of its file (`shard.py`), and the header's
+SHA-256 in the manifest: together they cover every byte of a file. A reader opens only the files of
+chunks that it needs, and hashes only these. Only one rank writes what several hold, so no byte is
+stored twice.
+
+Formats 1 to 3, still readable, list each chunk in the manifest, with its checksum (in formats 1 and
+2 SHA-256, named "sha256"); format 1 has no tokenizer. `RENAMED` in `config/load.py` translates
+fields of their runs.
 
 Checkpoints are untrusted input: sizes, names and shapes are checked against the files before
 anything is allocated or opened by name.
@@ -51,9 +51,12 @@ import math
 import os
 import re
 import stat
+from collections.abc import Iterator, Sequence
+from functools import cached_property
 from pathlib import Path
-from typing import Annotated, Final, Literal, Self
+from typing import Annotated, Final, Literal, NamedTuple, Self
 
+import numpy as np
 from pydantic import (
     AliasChoices,
     BaseModel,
@@ -66,14 +69,13 @@ from pydantic import (
 
 from trainyard.config.load import build_run
 from trainyard.config.run import Run
-from trainyard.errors import CheckpointError
+from trainyard.errors import CheckpointError, NewerFormatError
 from trainyard.units import format_bytes
 
-FORMAT: Final = 3
+FORMAT: Final = 4
 MANIFEST = "manifest.json"
 TOKENIZER = "tokenizer.json"
-MANIFEST_LIMIT_BYTES = 2**34  # 80 million chunks of 205 bytes; 8,192 ranks may write 17 million
-HEADER_LIMIT_BYTES = 100_000_000
+MANIFEST_LIMIT_BYTES = 2**34  # format 3: 80 million chunks of 205 bytes
 STEP_FOLDER = re.compile(r"step-([0-9]{8,})")
 DTYPE_BYTES = {
     **{"float64": 8, "float32": 4, "float16": 2, "bfloat16": 2},
@@ -100,35 +102,52 @@ class _Part(BaseModel, extra="forbid", frozen=True, strict=True, ser_json_inf_na
     """A part of a manifest."""
 
 
-class Chunk(_Part):
+class Chunk(NamedTuple):
     """A part of a tensor, and the file that holds it."""
 
-    offset: tuple[Count, ...]
-    shape: tuple[Count, ...]
-    file: PlainName
-    checksum: Checksum = Field(validation_alias=AliasChoices("checksum", "sha256"))
-    """Checksum of the values, as stored in the file."""
+    offset: tuple[int, ...]
+    shape: tuple[int, ...]
+    file: int
+    """Its number in `Manifest.files`."""
 
 
-class StoredTensor(_Part):
-    """A tensor's dtype, global shape and chunks."""
+class StoredFile(NamedTuple):
+    """A file's size, and the checksum of its header."""
 
+    n_bytes: Count
+    header_sha256: Sha256
+
+
+class Grid(_Part):
+    """Tensors of one type and shape, in the same chunks and files."""
+
+    names: Annotated[tuple[str, ...], Field(min_length=1)]
     dtype: str
     shape: tuple[Count, ...]
-    chunks: tuple[Chunk, ...]
+    starts: tuple[tuple[Count, ...], ...]
+    """Where the chunks begin in each dimension."""
+    files: tuple[Count, ...]
+    """The file of each chunk, by its number in `Manifest.files`; the last dimension is fastest."""
 
     @model_validator(mode="after")
     def _readable(self) -> Self:
         if self.dtype not in DTYPE_BYTES:
             raise ValueError(f"unknown dtype {self.dtype!r}; known: {', '.join(DTYPE_BYTES)}")
+        is_cut = len(self.starts) == len(self.shape) and all(
+            list(starts) == sorted({0, *starts}) and starts[-1] < max(length, 1)
+            for starts, length in zip(self.starts, self.shape, strict=True)
+        )
+        n_chunks = math.prod(map(len, self.starts))
+        if not is_cut or not len(self.files) == len(set(self.files)) == n_chunks:
+            what = f"tensor {self.names[0]!r} of shape {list(self.shape)}"
+            raise ValueError(f"{what}: {len(self.files)} chunks overlap, or leave a hole")
         return self
 
-
-class StoredFile(_Part):
-    """A file's size, and the checksum of its header."""
-
-    n_bytes: Count
-    header_sha256: Sha256
+    def chunks(self) -> Iterator[Chunk]:
+        """Yields the chunks by their offsets, in order."""
+        cuts = zip(self.starts, self.shape, strict=True)
+        lengths = (np.diff(starts, append=length).tolist() for starts, length in cuts)
+        return map(Chunk, itertools.product(*self.starts), itertools.product(*lengths), self.files)
 
 
 class StoredTokenizer(_Part):
@@ -176,11 +195,18 @@ class Facts(_Part):
 class Manifest(Facts):
     """Everything in `manifest.json`."""
 
-    format: Literal[1, 2, 3] = FORMAT
-    tensors: dict[str, StoredTensor]
+    format: Literal[1, 2, 3, 4] = FORMAT
+    grids: tuple[Grid, ...]
     files: dict[PlainName, StoredFile]
     """The files that hold tensors."""
     tokenizer: StoredTokenizer | None = None
+    checksums: dict[str, dict[str, Checksum]] = Field(default={}, exclude=True)
+    """Checksums of chunks by file and tensor, in formats 1 to 3; later ones are in the files."""
+
+    @cached_property
+    def tensors(self) -> dict[str, Grid]:
+        """The grid of each tensor by name."""
+        return {name: grid for grid in self.grids for name in grid.names}
 
     @property
     def sizes(self) -> dict[str, int]:
@@ -190,58 +216,81 @@ class Manifest(Facts):
 
     @model_validator(mode="after")
     def _tensors_fit_their_files(self) -> Self:
-        needed = dict.fromkeys(self.files, 0)
-        for name, tensor in self.tensors.items():
-            for chunk in tensor.chunks:
-                file = chunk.file
-                if file not in needed:
-                    raise ValueError(f"tensor {name!r} is in {file!r}, which is not listed")
-                needed[file] += math.prod(chunk.shape) * DTYPE_BYTES[tensor.dtype]
-                if needed[file] > self.files[file].n_bytes:
-                    raise ValueError(
-                        f"tensor {name!r} with shape {list(chunk.shape)} does not fit in {file!r}, "
-                        f"which has {self.files[file].n_bytes} bytes"
-                    )
-            problem = grid_problem(tensor)
-            if problem:
-                raise ValueError(f"tensor {name!r} of shape {list(tensor.shape)}: {problem}")
+        if any(max(grid.files) >= len(self.files) for grid in self.grids):
+            raise ValueError("a tensor is in a file that is not listed")
+        values = sum(DTYPE_BYTES[g.dtype] * len(g.names) * math.prod(g.shape) for g in self.grids)
+        n_bytes = sum(file.n_bytes for file in self.files.values())
+        if values > n_bytes:
+            raise ValueError(f"tensors of {values} bytes do not fit in files of {n_bytes} bytes")
         return self
+
+
+class _OlderChunk(_Part):
+    offset: tuple[Count, ...]
+    shape: tuple[Count, ...]
+    file: PlainName
+    checksum: Checksum = Field(validation_alias=AliasChoices("checksum", "sha256"))
+
+
+class _OlderTensor(_Part):
+    dtype: str
+    shape: tuple[Count, ...]
+    chunks: tuple[_OlderChunk, ...]
+
+
+class _OlderManifest(Manifest):
+    """A manifest of formats 1 to 3, which lists the chunks of each tensor."""
+
+    grids: tuple[Grid, ...] = ()
+    older: dict[str, _OlderTensor] = Field(alias="tensors")
+
+    def convert(self) -> Manifest:
+        """Returns it as one of today.
+
+        Raises:
+            ValueError: it contradicts itself.
+        """
+        numbers = {name: number for number, name in enumerate(self.files)}
+        kept = {name: value for name, value in self if name != "older"}
+        grids: list[Grid] = []
+        checksums: dict[str, dict[str, str]] = {}
+        for name, tensor in self.older.items():
+            chunks = []
+            for each in tensor.chunks:
+                chunks.append(Chunk(each.offset, each.shape, numbers.get(each.file, len(numbers))))
+                checksums.setdefault(each.file, {})[name] = each.checksum
+            grids.append(make_grid((name,), tensor.dtype, tensor.shape, chunks))
+        return Manifest(**kept | {"grids": tuple(grids), "checksums": checksums})
 
 
 class _OnlyFormat(BaseModel):
     format: int
 
 
-def grid_problem(tensor: StoredTensor) -> str:
-    """Returns why the chunks of a tensor do not fill its shape exactly; empty if they do."""
-    n_dimensions = len(tensor.shape)
-    if any(len(c.offset) != n_dimensions or len(c.shape) != n_dimensions for c in tensor.chunks):
-        return "a chunk has a different number of dimensions"
-    if 0 in tensor.shape:
-        is_whole = [chunk.shape for chunk in tensor.chunks] == [tensor.shape]
-        return "" if is_whole else "an empty tensor must be one chunk of its whole shape"
-    if any(0 in chunk.shape for chunk in tensor.chunks):
-        return "a chunk is empty"
-    starts: list[list[int]] = []
-    for dimension, length in enumerate(tensor.shape):
-        spans = sorted({(c.offset[dimension], c.shape[dimension]) for c in tensor.chunks})
-        end = 0
-        for start, span in [*spans, (length, 0)]:
-            if start != end:
-                what = "no chunk holds" if start > end else "chunks overlap at, or reach beyond,"
-                return f"{what} {min(start, end)}:{max(start, end)} of dimension {dimension}"
-            end = start + span
-        starts.append([start for start, _ in spans])
-    found = {chunk.offset for chunk in tensor.chunks}
-    if len(found) < len(tensor.chunks):
-        return "two chunks overlap: they have the same offset"
-    hole = next((corner for corner in itertools.product(*starts) if corner not in found), None)
-    return f"no chunk covers offset {list(hole)}" if hole else ""
+def make_grid(
+    names: tuple[str, ...], dtype: str, shape: tuple[int, ...], chunks: Sequence[Chunk]
+) -> Grid:
+    """Describes tensors that are stored in these chunks, in any order.
+
+    Raises:
+        ValueError: the chunks do not fill the shape exactly, or are no grid.
+    """
+    in_order = sorted(chunks)
+    starts = [tuple(sorted({*each})) for each in zip(*(c.offset for c in chunks), strict=False)]
+    files = tuple(chunk.file for chunk in in_order)
+    grid = Grid(names=names, dtype=dtype, shape=shape, starts=tuple(starts), files=files)
+    for found, wanted in zip(in_order, grid.chunks(), strict=True):
+        if found != wanted:
+            place = (
+                f"{list(wanted.offset)} is a chunk of {list(found.shape)}, not {list(wanted.shape)}"
+            )
+            raise ValueError(f"tensor {names[0]!r} of shape {list(shape)}: at {place}")
+    return grid
 
 
 def render_manifest(manifest: Manifest) -> bytes:
     """Serialises a manifest as JSON that starts with the checksum of the rest."""
-    body = manifest.model_dump_json(indent=1).encode()[1:]
+    body = b"\n" + manifest.model_dump_json().encode()[1:]
     return _SEAL_START + hashlib.sha256(body).hexdigest().encode() + _SEAL_END + body
 
 
@@ -273,9 +322,8 @@ def read_manifest(path: Path) -> Manifest:
         if found is None:
             raise CheckpointError(f"{path / name} is missing", hint_for(path, OLDER_IS_KEPT))
         if found != n_bytes:
-            raise CheckpointError(
-                f"{path / name} has {found} bytes instead of {n_bytes}", OLDER_IS_KEPT
-            )
+            what = f"{path / name} has {found} bytes instead of {n_bytes}"
+            raise CheckpointError(what, OLDER_IS_KEPT)
     return manifest
 
 
@@ -314,18 +362,6 @@ def step_folder_name(step: int) -> str:
     return f"step-{step:08d}"
 
 
-def header_sha256(path: Path) -> str:
-    """Computes the SHA-256 of a safetensors file's header, including its length, in hex.
-
-    A length beyond the format's limit, from damage, yields the checksum of no bytes.
-    """
-    with path.open("rb") as file:
-        length = file.read(8)
-        n_bytes = int.from_bytes(length, "little")
-        header = length + file.read(n_bytes) if n_bytes <= HEADER_LIMIT_BYTES else b""
-    return hashlib.sha256(header).hexdigest()
-
-
 def regular_file_size(path: Path) -> int | None:
     """Returns the size of a regular file in bytes; None if there is none."""
     try:
@@ -343,11 +379,9 @@ def _read_bytes(path: Path) -> bytes:
         problem = f"{path.parent} is not a checkpoint: it has no {MANIFEST}"
         raise CheckpointError(problem, GIVE_A_FOLDER)
     if size > MANIFEST_LIMIT_BYTES:
-        raise CheckpointError(
-            f"{path} has {format_bytes(size)}; no manifest is above "
-            f"{format_bytes(MANIFEST_LIMIT_BYTES)}",
-            OLDER_IS_KEPT,
-        )
+        limit = format_bytes(MANIFEST_LIMIT_BYTES)
+        what = f"{path} has {format_bytes(size)}; no manifest is above {limit}"
+        raise CheckpointError(what, OLDER_IS_KEPT)
     try:
         return path.read_bytes()
     except OSError as error:
@@ -366,16 +400,17 @@ def _parse_manifest(path: Path, raw: bytes) -> Manifest:
     try:
         written = _OnlyFormat.model_validate_json(b"{" + body).format
         if written > FORMAT:
-            raise CheckpointError(
+            raise NewerFormatError(
                 f"{path} has format {written}; this version of Trainyard reads formats 1 to "
                 f"{FORMAT}",
                 "upgrade Trainyard to read this checkpoint",
             )
-        return Manifest.model_validate_json(b"{" + body)
-    except ValidationError as error:
-        raise CheckpointError(
-            f"{path} is malformed: {first_problem(error)}", OLDER_IS_KEPT
-        ) from None
+        if written == FORMAT:
+            return Manifest.model_validate_json(b"{" + body)
+        return _OlderManifest.model_validate_json(b"{" + body).convert()
+    except ValueError as error:
+        why = first_problem(error) if isinstance(error, ValidationError) else error
+        raise CheckpointError(f"{path} is malformed: {why}", OLDER_IS_KEPT) from None
 
 
 def _short(problem: object) -> str:

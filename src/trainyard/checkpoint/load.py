@@ -7,8 +7,9 @@ Each rank reads the chunks that overlap its shards, for any saved layout, withou
     saved by 2 ranks, rows       0.......3 4.......7
     loaded by 3 ranks            0.....2 3.....5 6.7     the second reads one row of the first
                                                          chunk and two of the second
-Every rank checks the checksum of each chunk it reads, in its own memory. It reads a chunk that it
-needs whole directly into place.
+Every rank checks the checksum of each chunk it reads. It reads a chunk that it needs whole directly
+into place, others a few rows at a time: loading takes 8 MiB for each thread, in any layout.
+Of the manifest's files it opens only those with such chunks.
 """
 
 from __future__ import annotations
@@ -16,6 +17,8 @@ from __future__ import annotations
 import logging
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from functools import cache
 from pathlib import Path
 
 import torch
@@ -26,8 +29,8 @@ from trainyard.checkpoint.format import (
     OLDER_IS_KEPT,
     TOKENIZER,
     Chunk,
+    Grid,
     Manifest,
-    StoredTensor,
     read_manifest,
 )
 from trainyard.checkpoint.shard import DTYPES, THREADS, Values, read_header, read_values
@@ -78,8 +81,7 @@ def load_into(
             type. Damage is found late, after some tensors may have been filled.
     """
     manifest = manifest or read_manifest(path)
-    places = {name: whole(tensor.shape) for name, tensor in tensors.items()}
-    places.update(placements or {})
+    places = {name: whole(t.shape) for name, t in tensors.items()} | dict(placements or {})
     for name, tensor in tensors.items():
         assert tuple(tensor.shape) == places[name].local_shape, (name, tensor.shape, places[name])
         stored = _require_tensor(path, manifest, name, _types_of(name, tensor.dtype))
@@ -103,7 +105,9 @@ def build_model_from_checkpoint(
     n_rows = _require_model(path, manifest, run)
     with torch.device(device):
         model = GPT(run.model, n_rows, compute_dtype)
-    parameters = {f"model.{name}": parameter for name, parameter in model.named_parameters()}
+    parameters = {
+        f"model.{name}": tensor for name, tensor in model.state_dict(keep_vars=True).items()
+    }
     load_into(path, parameters, run.model.vocabulary_size, manifest=manifest)
     return model.eval(), run, manifest
 
@@ -138,10 +142,9 @@ def _require_model(path: Path, manifest: Manifest, run: Run) -> int:
         )
     embedding = _require_tensor(path, manifest, "model.embedding.weight", (torch.float32,))
     n_rows = embedding.shape[0] if embedding.shape else 0
+    types = _types_of("model.", torch.float32)
     for name, shape in parameter_shapes(run.model, n_rows).items():
-        stored = _require_tensor(
-            path, manifest, f"model.{name}", _types_of("model.", torch.float32)
-        )
+        stored = _require_tensor(path, manifest, f"model.{name}", types)
         _check_shape(path, f"model.{name}", stored, shape, run.model.vocabulary_size)
     return n_rows
 
@@ -157,7 +160,7 @@ def _types_of(name: str, dtype: torch.dtype) -> tuple[torch.dtype, ...]:
 
 def _require_tensor(
     path: Path, manifest: Manifest, name: str, dtypes: tuple[torch.dtype, ...]
-) -> StoredTensor:
+) -> Grid:
     stored = manifest.tensors.get(name)
     if stored is None:
         raise CheckpointError(
@@ -174,17 +177,12 @@ def _require_tensor(
 
 
 def _check_shape(
-    path: Path, name: str, stored: StoredTensor, wanted: tuple[int, ...], vocabulary_size: int
+    path: Path, name: str, stored: Grid, wanted: tuple[int, ...], vocabulary_size: int
 ) -> None:
     found = stored.shape
+    fits = found == wanted
     if any(parameter in name for parameter in _PADDED_PARAMETERS):
-        fits = (
-            len(found) == len(wanted)
-            and min(found[0], wanted[0]) >= vocabulary_size
-            and found[1:] == wanted[1:]
-        )
-    else:
-        fits = found == wanted
+        fits = found[1:] == wanted[1:] and min(found[0], wanted[0]) >= vocabulary_size
     if not fits:
         raise CheckpointError(
             f"tensor {name!r} in {path} has shape {list(found)}; this run needs {list(wanted)}",
@@ -211,32 +209,41 @@ def _overlap(place: Placement, chunk: Chunk) -> tuple[tuple[slice, ...], tuple[s
     return tuple(of_part), tuple(of_chunk)
 
 
+def find_chunks(manifest: Manifest, places: Mapping[str, Placement]) -> dict[int, Chunks]:
+    """Finds the chunks that overlap parts of tensors; by the number of their file."""
+
+    @cache  # of all tensors that are stored and needed alike
+    def overlapping(first_name: str, place: Placement) -> list[Chunk]:
+        chunks = manifest.tensors[first_name].chunks()
+        return [chunk for chunk in chunks if _overlap(place, chunk) is not None]
+
+    found: dict[int, Chunks] = {}
+    for name, place in places.items():
+        stored = manifest.tensors[name]
+        for chunk in overlapping(stored.names[0], place):
+            found.setdefault(chunk.file, []).append((name, stored.dtype, chunk))
+    return found
+
+
 def _fill(
-    path: Path,
-    manifest: Manifest,
-    tensors: Mapping[str, Tensor],
-    places: Mapping[str, Placement],
+    path: Path, manifest: Manifest, tensors: Mapping[str, Tensor], places: Mapping[str, Placement]
 ) -> None:
     """Reads and checks every chunk that overlaps these tensors."""
-    chunks: dict[str, Chunks] = {}
-    for name in tensors:
-        stored = manifest.tensors[name]
-        for chunk in stored.chunks:
-            if _overlap(places[name], chunk) is not None:
-                chunks.setdefault(chunk.file, []).append((name, stored.dtype, chunk))
+    chunks = find_chunks(manifest, {name: places[name] for name in tensors})
 
     def take(name: str, chunk: Chunk, values: Values) -> None:
         found = _read_shared(tensors[name].detach(), places[name], chunk, values)
-        if found != chunk.checksum:
-            damage = describe_damage(name, chunk, found)
-            raise CheckpointError(f"{path / chunk.file} is damaged: {damage}", OLDER_IS_KEPT)
+        if found != values.checksum:
+            damage = describe_damage(name, values, found)
+            raise CheckpointError(f"{values.path} is damaged: {damage}", OLDER_IS_KEPT)
 
+    names = list(manifest.files)
     pool = ThreadPoolExecutor(THREADS)
     try:
         started = [
             pool.submit(take, *found)
             for file in sorted(chunks)
-            for found in find_values(path / file, read_header(path / file), chunks[file])
+            for found in find_values(path, manifest, names[file], chunks[file])
         ]
         for future in started:
             future.result()
@@ -252,36 +259,40 @@ def _read_shared(target: Tensor, place: Placement, chunk: Chunk, values: Values)
     wanted = target[of_part]
     is_alike = (wanted.shape, wanted.dtype) == (values.shape, values.dtype)
     if is_alike and wanted.is_contiguous() and wanted.is_cpu:
-        return read_values(values, wanted, chunk.checksum)
-    found = torch.empty(values.shape, dtype=values.dtype)
-    checksum = read_values(values, found, chunk.checksum)
-    wanted.copy_(found[of_chunk])
-    return checksum
+        return read_values(values, wanted, values.checksum)
+    wanted, (rows, *columns) = wanted.view(wanted.shape or (1,)), of_chunk or (slice(0, 1),)
+
+    def take(first: int, piece: Tensor) -> None:
+        start, end = max(rows.start, first), min(rows.stop, first + len(piece))
+        if start < end:
+            found = piece[start - first : end - first]
+            wanted[start - rows.start : end - rows.start].copy_(found[:, *columns])
+
+    return read_values(values, take, values.checksum)
 
 
 def find_values(
-    file: Path, header: Mapping[str, Values], chunks: Chunks
+    path: Path, manifest: Manifest, name_of_file: str, chunks: Chunks
 ) -> list[tuple[str, Chunk, Values]]:
-    """Locates chunks in a file, in its order.
+    """Locates chunks in a file of a checkpoint, in its order, with their checksums.
 
     Raises:
-        CheckpointError: the file has another tensor, or none, in place of a chunk.
+        CheckpointError: its header is damaged, or it has another tensor, or none, in place of a
+            chunk.
     """
+    file = path / name_of_file
+    header = read_header(file, manifest.files[name_of_file].header_sha256)
+    older = manifest.checksums.get(name_of_file, {})
     found = []
     for name, dtype, chunk in chunks:
-        if name not in header:
-            raise CheckpointError(f"{file} has no tensor {name!r}", OLDER_IS_KEPT)
-        values = header[name]
-        if (values.dtype, values.shape) != (DTYPES[dtype], chunk.shape):
-            raise CheckpointError(
-                f"tensor {name!r} in {file} is {values.dtype} {list(values.shape)}; "
-                f"the manifest says {dtype} {list(chunk.shape)}",
-                OLDER_IS_KEPT,
-            )
-        found.append((name, chunk, values))
+        values = header.get(name)
+        if values is None or (values.dtype, values.shape) != (DTYPES[dtype], chunk.shape):
+            what = f"{file} has no {name!r} of {dtype} {list(chunk.shape)}, as the manifest says"
+            raise CheckpointError(what, OLDER_IS_KEPT)
+        found.append((name, chunk, replace(values, checksum=older.get(name, values.checksum))))
     return sorted(found, key=lambda each: each[2].start)
 
 
-def describe_damage(name: str, chunk: Chunk, found: str) -> str:
-    """Describes a chunk with another checksum than the manifest's."""
-    return f"the checksum of {name!r} in it is {found}, the manifest says {chunk.checksum}"
+def describe_damage(name: str, values: Values, found: str) -> str:
+    """Describes values with another checksum than was saved."""
+    return f"the checksum of {name!r} in it is {found}, not {values.checksum or 'recorded'}"

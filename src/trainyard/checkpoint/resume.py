@@ -29,7 +29,7 @@ from trainyard.checkpoint.format import (
     step_of,
 )
 from trainyard.config.run import Run
-from trainyard.errors import CheckpointError
+from trainyard.errors import CheckpointError, NewerFormatError
 from trainyard.layout.resolve import learning_rate, resolve
 
 logger = logging.getLogger("trainyard")
@@ -221,10 +221,15 @@ def newest_manifest(folder: Path) -> tuple[Path, Manifest] | None:
     """Finds the newest checkpoint in `folder` with correct manifest and file sizes, and reads it.
 
     Logs a warning for each newer one that it skips.
+
+    Raises:
+        NewerFormatError: a newer version of Trainyard wrote the newest.
     """
     for path in list_checkpoints(folder):
         try:
             return path, read_manifest(path)
+        except NewerFormatError:  # training on from an older one would replace it
+            raise
         except CheckpointError as error:
             logger.warning("skipping %s: %s", path.name, error.problem)
     return None

@@ -4,36 +4,42 @@ Everything is written and flushed under a hidden name; one rename makes it a che
 
     .step-00002000.partial/  ->  step-00002000/
 
-Ranks save together through that folder, synchronized only by barriers:
+Ranks save together through that folder, and agree after each part, so that all go on or none:
 
     rank 0       checks free space, and creates the folder
     ||||||||||||||||||||||||||||||||||||||||||||||||||||||||||||||||||||||||||||||||||||||||||||||
-    every rank   writes its tensors, then parts-00003.json: their places, or its failure
+    every rank   writes its tensors, then parts-00003.json: their places
     ||||||||||||||||||||||||||||||||||||||||||||||||||||||||||||||||||||||||||||||||||||||||||||||
-    rank 0       merges these into the manifest and renames; or writes failure.json
+    rank 0       merges these into the manifest and renames
     ||||||||||||||||||||||||||||||||||||||||||||||||||||||||||||||||||||||||||||||||||||||||||||||
-    every rank   checks the outcome
-    ||||||||||||||||||||||||||||||||||||||||||||||||||||||||||||||||||||||||||||||||||||||||||||||
-    rank 0       removes the folder of a failed save
 
-    parts-00003.json   {"tensors": {"model.final_norm.weight": {..., "chunks": [one]}, ...},
-                        "files": {"model-00003-of-00016.safetensors": {...}, ...}, "failure": null}
-    parts-00004.json   {"tensors": {}, "files": {},
-                        "failure": {"problem": "No space left on device", "hint": "free ..."}}
+    parts-00003.json   {"parts": [[["float32", [768], [[384], [384], 0]],         type, shape, chunk
+                                   ["model.final_norm.weight", ...]], ...],       of these tensors
+                        "files": {"model-00003-of-00016.safetensors": [...], ...}}
+
+What they agree on is the failure of the lowest rank that has one. It travels between the ranks, not
+through the file system, which may be what failed.
+
+A rank lists tensors of the same type, shape and chunk together. Tensors that all ranks list
+together have one entry in the manifest, so rank 0 checks and writes few grids, however many the
+tensors.
 """
 
 from __future__ import annotations
 
 import hashlib
+import json
 import os
 import shutil
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Final
 
-from pydantic import BaseModel, ValidationError
-from safetensors import SafetensorError
+import msgspec
+from pydantic import ValidationError
 from torch import Tensor
 
 from trainyard.checkpoint.format import (
@@ -41,11 +47,12 @@ from trainyard.checkpoint.format import (
     TOKENIZER,
     Chunk,
     Facts,
+    Grid,
     Manifest,
     StoredFile,
-    StoredTensor,
     StoredTokenizer,
     first_problem,
+    make_grid,
     render_manifest,
     step_folder_name,
 )
@@ -56,13 +63,16 @@ from trainyard.files import flush
 from trainyard.parallel.placement import Placement, whole
 from trainyard.units import format_bytes
 
-EXPECTED = (OSError, SafetensorError, MachineError)
+EXPECTED = (OSError, MachineError)
 """Errors from a disk; anything else is a bug."""
 FREE_SPACE = f"{SPACE}, or make it writable; earlier checkpoints are untouched"
+SAME_FOLDER = "mount the run folder on every node at the same path"
+CHECK_DISK = "check the disk or file server of the run folder; earlier checkpoints are untouched"
+BUG = "a bug in Trainyard: see the traceback of that rank; earlier checkpoints are untouched"
 _ROOM_FOR_MANIFEST_BYTES = 2**20
+# A shared file system answers each slowly, and many at once.
+_THREADS_FOR_LISTS: Final = 16
 _PARTIAL = ".partial"
-_FAILURE = "failure.json"
-_RANK_0_KNOWS = "rank 0 failed; see its message"
 
 
 @dataclass(frozen=True)
@@ -71,26 +81,22 @@ class SavingRank:
 
     rank: int
     n_ranks: int
-    barrier: Callable[[], object]
-    """Waits until every rank has called it."""
+    agree: Callable[[str | None], str | None]
+    """Waits until every rank has called it; returns the text of the lowest rank that has one."""
 
 
-ALONE = SavingRank(0, 1, lambda: None)
+ALONE = SavingRank(0, 1, lambda text: text)
 
 
-class Failure(BaseModel):
-    """Why a rank failed, as in `MachineError`."""
-
-    problem: str
-    hint: str
+Part = tuple[str, tuple[int, ...], Chunk]
+"""What a rank holds of a tensor: its type, whole shape, and chunk in one of this rank's files."""
 
 
-class RankManifest(BaseModel):
-    """One rank's chunks of tensors, or why it failed."""
+class RankManifest(msgspec.Struct):
+    """One rank's parts with the names of their tensors."""
 
-    tensors: dict[str, StoredTensor] = {}
-    files: dict[str, StoredFile] = {}
-    failure: Failure | None = None
+    parts: list[tuple[Part, list[str]]]
+    files: dict[str, StoredFile]
 
 
 def save_checkpoint(
@@ -126,27 +132,21 @@ def save_checkpoint(
     leads = ranks.rank == 0
     if total_bytes is None:
         total_bytes = sum(tensor.nbytes for tensor in tensors.values())
-    error = _attempt(lambda: _prepare(folder, partial, total_bytes)) if leads else None
-    ranks.barrier()
-    if error is None:
-        error = _attempt(lambda: _write_parts(partial, tensors, placements or {}, ranks))
-    ranks.barrier()
-    if leads:
-        error = error or _attempt(
-            lambda: _join_and_publish(partial, final, facts, ranks, vocabulary)
-        )
-        if error is not None:
-            _tell_failure(partial, error)
-    ranks.barrier()
-    failure = _find_failure(partial, final, error)
-    ranks.barrier()
-    if leads and error is not None:
-        shutil.rmtree(partial, ignore_errors=True)
-    if error is not None and not isinstance(error, EXPECTED):
-        raise error
-    if failure is not None:
-        problem = f"cannot write the checkpoint {final}: {failure.problem}"
-        raise MachineError(problem, failure.hint) from error
+    parts: list[tuple[bool, Callable[[], None]]] = [
+        (leads, lambda: _prepare(folder, partial, total_bytes)),
+        (True, lambda: _write_parts(partial, tensors, placements or {}, ranks)),
+        (leads, lambda: _join_and_publish(partial, final, facts, ranks, vocabulary)),
+    ]
+    for has_part, part in parts:
+        error = _attempt(part) if has_part else None
+        if (found := ranks.agree(_describe(error, ranks) if error else None)) is None:
+            continue
+        if leads:
+            shutil.rmtree(partial, ignore_errors=True)
+        if error is not None and not isinstance(error, EXPECTED):
+            raise error
+        problem, hint = json.loads(found)
+        raise MachineError(f"cannot write the checkpoint {final}: {problem}", hint) from error
     return final
 
 
@@ -175,15 +175,26 @@ def require_space(folder: Path, tensors_bytes: int) -> None:
         )
 
 
-def write_tokenizer(folder: Path, vocabulary: Vocabulary | None) -> StoredTokenizer | None:
-    """Writes and flushes a copy of the run's tokenizer; returns its manifest entry."""
-    if vocabulary is None:
-        return None
-    content = vocabulary.render_json().encode()
-    (folder / TOKENIZER).write_bytes(content)
-    flush(folder / TOKENIZER)
-    sha256 = hashlib.sha256(content).hexdigest()
-    return StoredTokenizer(n_bytes=len(content), sha256=sha256, fingerprint=vocabulary.fingerprint)
+def write_manifest(
+    folder: Path, facts: Facts, ranks: Iterable[RankManifest], vocabulary: Vocabulary | None
+) -> None:
+    """Writes and flushes what all ranks wrote, and a copy of the run's tokenizer.
+
+    Raises:
+        ValueError: two ranks disagree about a tensor, or parts are missing.
+    """
+    grids, files = join_parts(ranks)
+    copy = None
+    if vocabulary is not None:
+        content = vocabulary.render_json().encode()
+        (folder / TOKENIZER).write_bytes(content)
+        flush(folder / TOKENIZER)
+        n_bytes, sha256 = len(content), hashlib.sha256(content).hexdigest()
+        copy = StoredTokenizer(n_bytes=n_bytes, sha256=sha256, fingerprint=vocabulary.fingerprint)
+    manifest = Manifest(**dict(facts), grids=grids, files=files, tokenizer=copy)
+    (folder / MANIFEST).write_bytes(render_manifest(manifest))
+    flush(folder / MANIFEST)
+    flush(folder)
 
 
 def _attempt(step: Callable[[], None]) -> Exception | None:
@@ -210,7 +221,7 @@ def _write_parts(
 ) -> None:
     """Writes this rank's files and manifest; removes them on failure."""
     if not partial.is_dir():
-        raise MachineError(_RANK_0_KNOWS, FREE_SPACE)
+        raise MachineError(f"it does not see {partial}, which rank 0 created", SAME_FOLDER)
     places = {name: placements.get(name) or whole(t.shape) for name, t in tensors.items()}
     held = {
         name: tensor
@@ -218,21 +229,13 @@ def _write_parts(
         if tensor.numel() or tensor.shape == places[name].shape
     }
     shards = {partial / name: shard for name, shard in _named_shards(held, ranks)}
-    own = partial / parts_name(ranks.rank)
     try:
-        parts = RankManifest()
-        for path, written in write_shards(shards).items():
-            parts.files[path.name] = written.file
-            for name, checksum in written.checksums.items():
-                part = describe_part(held[name], places[name], path.name, checksum)
-                parts.tensors[name] = part
-        _write_flushed(own, parts)
-    except Exception as error:
+        parts = list_parts(shards.values(), places)
+        _write_flushed(partial / parts_name(ranks.rank), RankManifest(parts, write_shards(shards)))
+    except Exception:
         with suppress(OSError):  # the file system may have become read-only
             for path in shards:
                 path.unlink(missing_ok=True)
-        failed = RankManifest(failure=failure_of(error))
-        _attempt(lambda: _write_flushed(own, failed))
         raise
 
 
@@ -255,17 +258,10 @@ def _named_shards(
 def _join_and_publish(
     partial: Path, final: Path, facts: Facts, ranks: SavingRank, vocabulary: Vocabulary | None
 ) -> None:
-    tensors, files = join_parts(read_parts(partial, ranks.n_ranks))
-    tokenizer = write_tokenizer(partial, vocabulary)
     try:
-        manifest = Manifest(**dict(facts), tensors=tensors, files=files, tokenizer=tokenizer)
+        write_manifest(partial, facts, take_parts(partial, ranks.n_ranks), vocabulary)
     except ValidationError as error:
         raise ValueError(first_problem(error)) from None
-    (partial / MANIFEST).write_bytes(render_manifest(manifest))
-    flush(partial / MANIFEST)
-    for rank in range(ranks.n_ranks):
-        (partial / parts_name(rank)).unlink()
-    flush(partial)
     replaced = _rename_to_partial(final) if os.path.lexists(final) else None
     partial.rename(final)
     flush(final.parent)
@@ -279,101 +275,88 @@ def parts_name(rank: int) -> str:
     return f"parts-{rank:05d}.json"
 
 
-def failure_of(error: Exception) -> Failure:
-    """Describes an error."""
+def _describe(error: Exception, ranks: SavingRank) -> str:
+    """Returns problem and hint for all ranks, with this rank's number where there are several."""
+    problem, hint = str(error), FREE_SPACE
     if isinstance(error, MachineError):
-        return Failure(problem=error.problem, hint=error.hint)
-    problem = str(error) if isinstance(error, EXPECTED) else f"{type(error).__name__}: {error}"
-    return Failure(problem=problem, hint=FREE_SPACE)
+        problem, hint = error.problem, error.hint
+    elif not isinstance(error, EXPECTED):
+        problem, hint = f"{type(error).__name__}: {error}", BUG
+    rank = f"rank {ranks.rank}: " if ranks.n_ranks > 1 else ""
+    return json.dumps([rank + problem, hint])  # msgspec refuses a path that is not UTF-8
 
 
-def describe_part(tensor: Tensor, place: Placement, file: str, checksum: str) -> StoredTensor:
-    """Makes the entry of a tensor with this one chunk."""
-    assert tuple(tensor.shape) == place.local_shape, (tensor.shape, place)
-    chunk = Chunk(offset=place.offsets, shape=place.local_shape, file=file, checksum=checksum)
-    dtype = str(tensor.dtype).removeprefix("torch.")
-    return StoredTensor(dtype=dtype, shape=place.shape, chunks=(chunk,))
+def list_parts(
+    files: Iterable[Mapping[str, Tensor]], placements: Mapping[str, Placement] | None = None
+) -> list[tuple[Part, list[str]]]:
+    """Lists what the files of a rank hold; of the tensors it looks at type and shape only.
+
+    Args:
+        files: tensors by global name.
+        placements: their positions in the whole tensors; without one, a tensor is whole.
+    """
+    parts: dict[Part, list[str]] = {}
+    for number, tensors in enumerate(files):
+        for name, tensor in tensors.items():
+            place = (placements or {}).get(name) or whole(tensor.shape)
+            assert tuple(tensor.shape) == place.local_shape, (tensor.shape, place)
+            chunk = Chunk(place.offsets, place.local_shape, number)
+            dtype = str(tensor.dtype).removeprefix("torch.")
+            parts.setdefault((dtype, place.shape, chunk), []).append(name)
+    return list(parts.items())
 
 
-def read_parts(folder: Path, n_ranks: int) -> list[RankManifest]:
-    """Reads the manifests of all ranks.
+def take_parts(folder: Path, n_ranks: int) -> Iterator[RankManifest]:
+    """Yields the manifests of all ranks, and removes their files.
 
     Raises:
-        MachineError: one failed, for the reason it gives, or left no readable file.
+        MachineError: the file of a rank is missing or damaged.
+        OSError: a file cannot be removed.
     """
-    parts: list[RankManifest] = []
-    silent: list[int] = []
-    for rank in range(n_ranks):
-        try:
-            parts.append(RankManifest.model_validate_json((folder / parts_name(rank)).read_bytes()))
-        except (OSError, ValidationError):  # it could not even write the reason
-            silent.append(rank)
-            continue
-        failure = parts[-1].failure
-        if failure:
-            raise MachineError(f"rank {rank}: {failure.problem}", failure.hint)
-    if silent:
-        raise MachineError(f"rank {silent[0]} could not write to {folder}", FREE_SPACE)
-    return parts
+    paths = [folder / parts_name(rank) for rank in range(n_ranks)]
+    with ThreadPoolExecutor(_THREADS_FOR_LISTS) as pool:
+        contents = pool.map(Path.read_bytes, paths)
+        for rank in range(n_ranks):
+            try:
+                parts = msgspec.json.decode(next(contents), type=RankManifest)
+            except (OSError, msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+                problem = f"cannot read what rank {rank} wrote: {error}"
+                raise MachineError(problem, CHECK_DISK) from error
+            yield parts
+        list(pool.map(Path.unlink, paths))
 
 
-def join_parts(
-    ranks: list[RankManifest],
-) -> tuple[dict[str, StoredTensor], dict[str, StoredFile]]:
-    """Merges the manifests of all ranks; the final manifest checks completeness.
+def join_parts(ranks: Iterable[RankManifest]) -> tuple[tuple[Grid, ...], dict[str, StoredFile]]:
+    """Merges the manifests of all ranks.
 
     Raises:
-        ValueError: two ranks disagree about a tensor.
+        ValueError: two ranks disagree about a tensor, or parts are missing.
     """
-    tensors: dict[str, StoredTensor] = {}
-    chunks: dict[str, list[Chunk]] = {}
-    for name, stored in (item for rank in ranks for item in rank.tensors.items()):
-        first = tensors.setdefault(name, stored)
-        if (first.dtype, first.shape) != (stored.dtype, stored.shape):
-            raise ValueError(
-                f"{name!r} is {first.dtype} {list(first.shape)} on one rank, "
-                f"{stored.dtype} {list(stored.shape)} on another"
-            )
-        chunks.setdefault(name, []).extend(stored.chunks)
-    for name, joined in chunks.items():
-        in_order = tuple(sorted(joined, key=lambda chunk: chunk.offset))
-        tensors[name] = tensors[name].model_copy(update={"chunks": in_order})
-    return tensors, {name: file for rank in ranks for name, file in rank.files.items()}
+    files: dict[str, StoredFile] = {}
+    held: dict[str, list[Part]] = {}
+    for rank in ranks:
+        n_before = len(files)
+        files |= rank.files
+        for (dtype, shape, chunk), names in rank.parts:
+            part = dtype, shape, Chunk(chunk.offset, chunk.shape, n_before + chunk.file)
+            for name in names:
+                held.setdefault(name, []).append(part)
+    alike: dict[tuple[int, ...], list[str]] = {}
+    for name, parts in held.items():  # the same objects: every rank holds them together
+        alike.setdefault(tuple(map(id, parts)), []).append(name)
+    return tuple(_join(names, held[names[0]]) for names in alike.values()), files
 
 
-def _tell_failure(partial: Path, error: Exception) -> None:
-    """Leaves a message for the other ranks, in space freed from the rest."""
-    failure = failure_of(error)
-
-    def tell() -> None:
-        for path in partial.iterdir():
-            path.unlink()
-        _write_flushed(partial / _FAILURE, failure)
-
-    _attempt(tell)
+def _join(names: list[str], parts: list[Part]) -> Grid:
+    kinds = list(dict.fromkeys((dtype, shape) for dtype, shape, _ in parts))
+    if len(kinds) > 1:
+        held = " on one rank, ".join(f"{dtype} {list(shape)}" for dtype, shape in kinds)
+        raise ValueError(f"{names[0]!r} is {held} on another")
+    return make_grid(tuple(names), *kinds[0], [chunk for _, _, chunk in parts])
 
 
-def _find_failure(partial: Path, final: Path, error: Exception | None) -> Failure | None:
-    """Returns why a save failed, on any rank, if it did.
-
-    Opens only names not looked up before, since a network file system may cache lookups for a
-    while.
-    """
-    try:
-        return Failure.model_validate_json((partial / _FAILURE).read_bytes())
-    except (OSError, ValidationError):  # none, or no space for it
-        pass
-    if error is not None:
-        return failure_of(error)
-    try:
-        (final / MANIFEST).open("rb").close()
-    except OSError:
-        return Failure(problem=_RANK_0_KNOWS, hint=FREE_SPACE)
-    return None
-
-
-def _write_flushed(path: Path, content: BaseModel) -> None:
-    path.write_text(content.model_dump_json(), encoding="utf-8")
+def _write_flushed(path: Path, content: msgspec.Struct) -> None:
+    path.write_bytes(msgspec.json.encode(content))
     flush(path)
 
 

@@ -32,13 +32,14 @@ from trainyard.checkpoint.format import (
     MANIFEST,
     OLDER_IS_KEPT,
     TOKENIZER,
+    Chunk,
+    Grid,
     Manifest,
-    header_sha256,
     load_manifest,
     regular_file_size,
     step_of,
 )
-from trainyard.checkpoint.load import Chunks, describe_damage, find_values
+from trainyard.checkpoint.load import describe_damage, find_values
 from trainyard.checkpoint.shard import read_header, read_values
 from trainyard.errors import CheckpointError, refuse_problems
 
@@ -70,7 +71,8 @@ def check_checkpoint(path: Path, progress: Progress | None = None) -> Checkpoint
     """
     manifest = load_manifest(path)
     problems = _problems_of_folder(path, manifest)
-    total, done, lock = sum(manifest.sizes.values()), 0, threading.Lock()
+    sizes, done, lock = manifest.sizes, 0, threading.Lock()
+    total = sum(sizes.values())
     chunks = _list_chunks(manifest)
 
     def count(n_bytes: int) -> None:
@@ -83,31 +85,32 @@ def check_checkpoint(path: Path, progress: Progress | None = None) -> Checkpoint
     def problem_of(name: str) -> str:
         file = path / name
         try:
-            size, expected = regular_file_size(file), manifest.sizes[name]
+            size, expected = regular_file_size(file), sizes[name]
             if size is None:
                 return f"{name} is missing or not a regular file"
             if size != expected:
                 return f"{name} has {size} bytes instead of {expected}"
             if manifest.tokenizer and name == TOKENIZER:
                 return _problem_of_tokenizer(file, manifest.tokenizer.sha256, count)
-            return _problem_of_file(file, manifest.files[name].header_sha256, chunks[name], count)
+            return _problem_of_file(file, manifest, chunks[name], count)
         except CheckpointError as error:
             return error.problem.replace(f"{path}/", "")
         except OSError as error:
             return f"{name} cannot be read: {error.strerror}"
 
     with ThreadPoolExecutor(_THREADS) as pool:
-        problems += filter(None, pool.map(problem_of, sorted(manifest.sizes)))
+        problems += filter(None, pool.map(problem_of, sorted(sizes)))
     refuse_problems(str(path), problems, CheckpointError, OLDER_IS_KEPT)
     return CheckpointReport(path, manifest, total + (path / MANIFEST).stat().st_size)
 
 
-def _list_chunks(manifest: Manifest) -> dict[str, Chunks]:
-    """Lists what each file should hold."""
-    chunks: dict[str, Chunks] = {name: [] for name in manifest.files}
-    for name, tensor in manifest.tensors.items():
-        for chunk in tensor.chunks:
-            chunks[chunk.file].append((name, tensor.dtype, chunk))
+def _list_chunks(manifest: Manifest) -> dict[str, list[tuple[Grid, Chunk]]]:
+    """Lists what each file should hold: chunks, each of all tensors of its grid."""
+    chunks: dict[str, list[tuple[Grid, Chunk]]] = {name: [] for name in manifest.files}
+    names = list(manifest.files)
+    for grid in manifest.grids:
+        for chunk in grid.chunks():
+            chunks[names[chunk.file]].append((grid, chunk))
     return chunks
 
 
@@ -134,36 +137,32 @@ def _problem_of_tokenizer(path: Path, expected: str, read: Callable[[int], None]
     return f"{path.name} is damaged: its sha256 is {found}, the manifest says {expected}"
 
 
-def _problem_of_file(path: Path, expected: str, chunks: Chunks, read: Callable[[int], None]) -> str:
+def _problem_of_file(
+    path: Path, manifest: Manifest, held: list[tuple[Grid, Chunk]], read: Callable[[int], None]
+) -> str:
     """Describes the problem of a file of tensors; empty if it is intact.
 
     Args:
         path: the file.
-        expected: the checksum of its header.
-        chunks: all that it should hold.
+        manifest: of its checkpoint.
+        held: all that it should hold.
         read: called with the bytes of each read.
 
     Raises:
         CheckpointError, OSError: it cannot be read, or does not hold the chunks.
     """
-    found = header_sha256(path)
-    if found != expected:
-        return (
-            f"{path.name} is damaged: the sha256 of its header is {found}, the manifest says "
-            f"{expected}"
-        )
+    chunks = [(name, grid.dtype, chunk) for grid, chunk in held for name in grid.names]
+    values_of_chunks = find_values(path.parent, manifest, path.name, chunks)
     header = read_header(path)
-    values_of_chunks = find_values(path, header, chunks)
-    if header.keys() != {name for name, *_ in chunks} or len(header) != len(chunks):
-        n_held, n_listed = len(header), len(chunks)
-        return f"{path.name} does not match the manifest: {n_held} tensors, not {n_listed}"
+    if len(header) != len(chunks):
+        return f"{path.name} does not match the manifest: {len(header)} tensors, not {len(chunks)}"
     read(path.stat().st_size - sum(values.n_bytes for values in header.values()))
     damaged = []
-    for name, chunk, values in values_of_chunks:
-        found = read_values(values, like=chunk.checksum)
+    for name, _, values in values_of_chunks:
+        found = read_values(values, like=values.checksum)
         read(values.n_bytes)
-        if found != chunk.checksum:
-            damaged.append(describe_damage(name, chunk, found))
+        if found != values.checksum:
+            damaged.append(describe_damage(name, values, found))
     if not damaged:
         return ""
     others = f"; so are {len(damaged) - 1} more of its {len(header)} tensors"

@@ -1,4 +1,4 @@
-"""`trainyard check`: verifies token files, checkpoints and layouts, and locates every error."""
+"""`trainyard check`: verifies token files, checkpoints, layouts and scaling; locates errors."""
 
 from __future__ import annotations
 
@@ -7,13 +7,14 @@ import textwrap
 import time
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 import typer
 
 from trainyard.cli.help import Verb
 from trainyard.cli.names import Overrides, RunFile, find_run, without_ending
-from trainyard.errors import CheckpointError, DataError, MachineError, UserError
+from trainyard.errors import CheckpointError, ConfigError, DataError, MachineError, UserError
+from trainyard.topology import AXES
 from trainyard.units import format_bytes, format_large, format_number
 
 if TYPE_CHECKING:
@@ -27,11 +28,20 @@ Place = TypeVar("Place", str, Path)
 Progress = Callable[[int, int], None]
 WIDTH = 96
 
+
+def _integers(text: str) -> list[int]:
+    return [int(word) for word in text.split(",")]
+
+
+def _numbers(text: str) -> list[float]:
+    return [float(word) for word in text.split(",") if word]
+
+
 check = typer.Typer(
     add_completion=False,
     no_args_is_help=True,
     rich_markup_mode=None,
-    help="Verify token files, checkpoints, or the layout of a run.",
+    help="Verify token files, checkpoints, or the layout or scaling of a run.",
 )
 
 
@@ -142,6 +152,61 @@ def refuse_differences(run: Run, results: list[Result]) -> None:
         hint += f"; to find the axis, repeat with {', or '.join(axes)}"
     kind = f"a single device computes ({', '.join(kinds)})"
     raise MachineError(f"{run.name}: the layout does not compute what {kind}", hint)
+
+
+@check.command(cls=Verb)
+def parametrization(
+    run_file: RunFile,
+    overrides: Overrides = None,
+    widths: Annotated[Any, typer.Option(parser=_integers, metavar="N,..")] = "64,128,256",
+    depths: Annotated[Any, typer.Option(parser=_integers, metavar="N,..")] = "2,4,8",
+    rates: Annotated[Any, typer.Option(parser=_numbers, metavar="N,..")] = "",
+    steps: Annotated[int, typer.Option(min=10)] = 100,
+    compare: Annotated[bool, typer.Option("--compare")] = False,
+    picture: Path | None = None,
+) -> None:
+    """Verify that complete_p keeps activations, and the best learning rate, as a model grows.
+
+    Trains small models of the run's family for a few steps, wider and deeper, on its token files,
+    or else on random tokens. Prints the size of activations, and of what steps changed, and its
+    exponent: how it grows with width or depth. Exit code 2 if one does not hold. With --rates also
+    trains each model at each learning rate, and prints the losses and the best rate by shape. On
+    one CPU, without a GPU; takes a minute without --rates.
+
+    Example: trainyard check parametrization web.toml --rates 1e-3,2e-3,4e-3,8e-3 --picture lr.png
+
+    Options:
+        widths: Values of d_model, at the smallest depth; the smallest is that of the base.
+        depths: Values of n_layers, at the smallest width.
+        rates: Learning rates to train each model at. Default: none.
+        steps: Steps at each rate.
+        compare: Also check the standard parametrization, beside.
+        picture: Draw losses over rates: .png or .svg.
+    """
+    from trainyard.config.load import load_run
+
+    run, kinds = load_run(run_file, overrides).run, ["complete_p", "standard"][: 1 + compare]
+    if picture and picture.suffix not in (".png", ".svg"):
+        raise ConfigError(f"--picture {picture}: pictures are .png or .svg", "name it rates.png")
+    from trainyard.log import show_progress
+    from trainyard.simulate.parametrization import BOUND, N_FIRST_STEPS, compare_shapes
+
+    tables = []
+    for tried, n_steps in [([], N_FIRST_STEPS), (sorted(rates), steps)][: 1 + bool(rates)]:
+        with show_progress("training") as update:
+            found = compare_shapes(run, (widths, depths), kinds, tried, n_steps, update)
+        typer.echo("\n".join(map(str, found)))
+        tables += found
+    if picture and rates:
+        from trainyard.report.pictures import draw_sweeps
+
+        draw_sweeps(found, picture)
+    if wrong := [t.name for t in tables if t.is_beyond and t.name.startswith("complete_p")]:
+        raise MachineError(
+            f"{run.name}: an exponent is beyond {BOUND} ({'; '.join(wrong)})",
+            "widths from 64 on, and real text, give exact exponents; else please report it",
+        )
+    typer.echo(f"complete_p holds: all exponents are within {BOUND}")
 
 
 @check.command(cls=Verb)
@@ -276,7 +341,7 @@ def describe_checkpoint(manifest: Manifest) -> dict[str, str]:
 
     run, sizes = manifest.build_run(), [file.n_bytes for file in manifest.files.values()]
     model, tensors = run.model, manifest.tensors
-    n_chunks = sum(len(tensor.chunks) for tensor in tensors.values())
+    n_chunks = sum(len(tensor.files) for tensor in tensors.values())
     weights = [tensor for name, tensor in tensors.items() if name.startswith("model.")]
     n_values = sum(math.prod(weight.shape) for weight in weights)
     dtypes = ", ".join(sorted({weight.dtype for weight in weights}))
@@ -326,5 +391,5 @@ def _describe_layout(plan: Mapping[str, object]) -> str:
         return "unknown"
     sizes = {str(axis): size for axis, size in topology.items() if isinstance(size, int)}
     axes = " x ".join(f"{axis} {size}" for axis, size in sizes.items() if size > 1)
-    n_ranks = math.prod(sizes.values())
+    n_ranks = math.prod(sizes.get(axis, 1) for axis in AXES)
     return f"{n_ranks:,} ranks, {axes}" if axes else "one rank"

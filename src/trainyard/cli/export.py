@@ -29,7 +29,8 @@ def export(
     """Write a checkpoint as a Hugging Face folder.
 
     The architecture is the one that computes the model: GPT2LMHeadModel, GPTNeoXForCausalLM,
-    LlamaForCausalLM, Qwen3ForCausalLM or Olmo2ForCausalLM. The folder has a model card, README.md.
+    LlamaForCausalLM, Qwen3ForCausalLM, Olmo2ForCausalLM, MixtralForCausalLM, Qwen3MoeForCausalLM
+    or OlmoeForCausalLM. The folder has a model card, README.md.
 
     Example: trainyard export runs/demo --output demo-hf
 

@@ -13,8 +13,9 @@ from typer.main import get_command
 
 PROGRAM = "trainyard"
 VERBS = (
-    *("prepare", "new", "check", "plan", "train", "launch", "status", "evaluate", "generate"),
-    *("report", "export", "import", "show", "doctor", "bench", "demo", "completion"),
+    *("prepare", "new", "check", "plan", "train", "sweep", "ladder", "launch", "status"),
+    *("evaluate", "generate", "report", "export", "import", "show", "doctor", "bench", "demo"),
+    "completion",
 )
 """In the order of the work; each is a function or a `Typer`, in a module here of its name."""
 

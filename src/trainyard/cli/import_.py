@@ -24,8 +24,8 @@ def import_(
 ) -> None:
     """Create a run from a model or flags of other tools.
 
-    A model of Megatron or of Hugging Face (GPT-2, Llama, Qwen3, OLMo 2) becomes a run folder,
-    Megatron's flags a run file.
+    A model of Megatron or of Hugging Face (GPT-2, Llama, Qwen3, OLMo 2, Mixtral, OLMoE) becomes a
+    run folder, Megatron's flags a run file.
 
     Example: trainyard import gpt2 --output runs/gpt2
 

@@ -23,6 +23,11 @@ def run_names() -> list[str]:
     return sorted(file.parent.name for file in RUNS_FOLDER.glob("*/run.toml"))
 
 
+def set_names() -> list[str]:
+    """Lists the sets of runs in `runs`."""
+    return sorted(file.parent.name for file in RUNS_FOLDER.glob("*/set.toml"))
+
+
 def find_run(name: str | Path) -> Path:
     """Finds a run by its name in `runs`, or a run or checkpoint folder by its path.
 
@@ -79,6 +84,11 @@ def with_formula(overrides: list[str] | None, name: str | None) -> list[str]:
 def complete_run(incomplete: str) -> list[str]:
     """Completes a run: its name, or the path of a folder."""
     return _starting(incomplete, run_names()) + _paths(incomplete, "")
+
+
+def complete_run_or_set(incomplete: str) -> list[str]:
+    """Completes a run, or the name of a set of runs."""
+    return _starting(incomplete, set_names()) + complete_run(incomplete)
 
 
 def complete_run_file(incomplete: str) -> list[str]:
@@ -143,6 +153,15 @@ CLUSTER = typer.Option(
     help="A cluster name, such as lumi, or your own cluster file: mine.toml.",
     autocompletion=complete_cluster,
 )
+RunFileOrSet = Annotated[
+    str,
+    typer.Argument(
+        help="A run file (.toml), a preset name, or a run or a set of runs in runs/.",
+        autocompletion=lambda incomplete: (
+            _starting(incomplete, set_names()) + complete_run_file(incomplete)
+        ),
+    ),
+]
 RunFile = Annotated[
     str,
     typer.Argument(

@@ -74,7 +74,7 @@ def new(
         where = local.name
     else:
         n_devices = gpus or (nodes or 0) * machine.devices_per_node or 1
-        estimator = Estimator.at_its_slowest(machine, (GIGA,))
+        estimator = Estimator(machine, (GIGA,))
         chosen = choose_run(n_tokens, vocabulary_size, estimator, n_devices, seconds)
         where = f"{format_number(n_devices, 'device')} ({machine.device.name})"
         options = {"--cluster": cluster, "--nodes": nodes, "--gpu": gpu, "--gpus": gpus}

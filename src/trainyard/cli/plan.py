@@ -78,7 +78,12 @@ def plan(
         picture: Draw memory and the timeline of a step: .png or .svg.
         as_json: Print JSON instead of a table.
     """
-    from trainyard.api.planning import build_report, count_devices, find_asked_machine
+    from trainyard.api.planning import (
+        build_report,
+        choose_layout,
+        count_devices,
+        find_asked_machine,
+    )
     from trainyard.config.load import load_run
     from trainyard.planning.shorten import describe_too_short
 
@@ -96,7 +101,7 @@ def plan(
         from trainyard.planning.ladder import Estimator
 
         n_given = count_devices(loaded.run, machine, nodes, gpus) if nodes or gpus else None
-        estimator = Estimator.at_its_slowest(machine, parse_storage(storage), price)
+        estimator = Estimator(machine, parse_storage(storage), price)
         print_deadline(loaded, estimator, n_given, deadline, as_json=as_json)
         return
     n_devices = count_devices(loaded.run, machine, nodes, gpus)
@@ -112,13 +117,15 @@ def plan(
     else:
         speeds = parse_storage(storage)
         try:
-            report = build_report(loaded.run, machine, n_devices, speeds, price)
+            is_counted = nodes is not None or gpus is not None
+            chosen = choose_layout(loaded, machine, n_devices) if machine and is_counted else None
+            report = build_report(loaded.run, machine, n_devices, speeds, price, chosen)
         except ConfigError as error:
             knows = machine is None or "--search" in error.hint
             more = "" if knows else "; --search lists the layouts that fit"
             raise ConfigError(error.problem, error.hint + more) from None
         _print(report, picture, as_json=as_json)
-        for problem in describe_too_short(loaded.run, report.plan):
+        for problem in describe_too_short(report.run, report.plan):
             logger.warning("warning: %s", problem)
 
 

@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
-from trainyard.api.plan_table import describe_devices, describe_step, memory_as_json
+from trainyard.api.plan_table import RAMP_DROPPED, describe_devices, describe_step, memory_as_json
 from trainyard.config import rules
-from trainyard.config.edit import set_fields
+from trainyard.config.edit import by_name, set_fields
 from trainyard.config.load import LoadedRun, field_value, load_run, preset_names
 from trainyard.config.run import Run
 from trainyard.errors import ConfigError, MachineError
@@ -21,7 +21,7 @@ from trainyard.files import publish_text
 from trainyard.layout.ranks import describe_layout, is_legal
 from trainyard.log import print_lines
 from trainyard.planning import ladder
-from trainyard.planning.hardware import Machine, find_extremes
+from trainyard.planning.hardware import Machine
 from trainyard.planning.search import (
     Candidate,
     explain_loss,
@@ -29,16 +29,10 @@ from trainyard.planning.search import (
     hint_where_none_fits,
     predict,
     rescale,
-    search,
+    search_with_ramp,
     with_seconds,
 )
-from trainyard.units import (
-    format_bytes,
-    format_large,
-    format_seconds,
-    parse_duration,
-    with_article,
-)
+from trainyard.units import format_bytes, format_large, format_seconds, parse_duration
 
 if TYPE_CHECKING:
     from rich.text import Text
@@ -93,11 +87,12 @@ def print_search(
         from trainyard.bench.rounds import refuse_other_machines
 
         refuse_other_machines(machine, n_devices, read_process())
-    candidates = search(run, machine, n_devices, max(MOST_LISTED, n_measured or 0))
+    candidates = search_with_ramp(run, machine, n_devices, max(MOST_LISTED, n_measured or 0))
     if not candidates:
+        steady = rules.change(run, {"train.batch_ramp": None})
         raise MachineError(
             f"{run.name}: no layout fits on {describe_devices(machine, n_devices)}",
-            hint_where_none_fits(run, machine, n_devices),
+            hint_where_none_fits(steady, machine, n_devices),
         )
     result = SearchResult(candidates)
     if n_measured is not None:
@@ -110,7 +105,7 @@ def print_search(
     if is_legal(run, n_devices):
         predicted = predict(run, machine, n_devices)
         as_it_is = with_seconds(predicted, result.scale * predicted.time.seconds)
-        result = replace(result, as_it_is=as_it_is, fits=fits(as_it_is.memory, machine))
+        result = replace(result, as_it_is=as_it_is, fits=fits(as_it_is.memory, machine, n_devices))
     if as_json:
         typer.echo(json.dumps(_search_as_json(run, result), indent=2))
     else:
@@ -142,6 +137,8 @@ def _render_search(run: Run, machine: Machine, result: SearchResult) -> Text:
     devices = describe_devices(machine, first.plan.n_ranks)
     count = f"the {n} fastest layouts that fit" if n >= MOST_LISTED else f"all {n} that fit"
     text = Text.assemble((run.name, "bold"), f" on {devices}: {count}")
+    if first.run.train.batch_ramp != run.train.batch_ramp:
+        text.append(f"\nbatch ramp {RAMP_DROPPED}")
     if result.measured:
         others = f"the others predicted x {result.scale:.3g}"
         text.append(f"\n{len(result.measured)} timed here (*), {others}")
@@ -165,10 +162,8 @@ def _render_search(run: Run, machine: Machine, result: SearchResult) -> Text:
 def _row(mark: str, candidate: Candidate, first: Candidate) -> tuple[str, ...]:
     slower = candidate.time.seconds / first.time.seconds - 1
     why = "" if candidate is first else f"{slower:+.1%}: {explain_loss(first, candidate)}"
-    step, memory = (
-        describe_step(candidate.time.seconds),
-        format_bytes(candidate.memory.peak_bytes),
-    )
+    step = describe_step(candidate.time.seconds)
+    memory = format_bytes(candidate.memory.peak_bytes)
     return mark, step, memory, describe_candidate(candidate), why
 
 
@@ -196,9 +191,9 @@ def _search_as_json(run: Run, result: SearchResult) -> dict[str, Any]:
         "scale": result.scale,
         "as_it_is": result.as_it_is and as_json(result.as_it_is) | {"fits": result.fits},
         "candidates": [
-            {"changes": candidate.changes_from(run), "is_measured": place in result.measured}
+            {"changes": by_name(candidate.changes_from(run)), "is_measured": n in result.measured}
             | as_json(candidate)
-            for place, candidate in enumerate(result.candidates)
+            for n, candidate in enumerate(result.candidates)
         ],
     }
 
@@ -288,8 +283,7 @@ def _render_deadline(
     from rich.text import Text
 
     text = Text.assemble((run.name, "bold"), f" within {deadline} on devices of {machine.name}")
-    if find_extremes(machine):
-        text.append(f", at the slow end for {with_article(machine.device.name)}: not measured")
+    text.append(", at the slow end of predictions")
     cells = [("", "model", "tokens", "devices", "whole run", "price", "layout")]
     for remark, estimate in rows.items():
         model, cost, candidate = estimate.run.model, estimate.cost, estimate.candidate

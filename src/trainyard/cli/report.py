@@ -8,12 +8,12 @@ from typing import Annotated
 
 import typer
 
-from trainyard.cli.names import complete_run, find_run
+from trainyard.cli.names import complete_run_or_set, find_run
 from trainyard.errors import UserError
 
 
 def report(
-    run_folders: Annotated[list[Path], typer.Argument(autocompletion=complete_run)],
+    run_folders: Annotated[list[Path], typer.Argument(autocompletion=complete_run_or_set)],
     output: Path | None = None,
     png: Path | None = None,
     baseline: Annotated[list[str] | None, typer.Option(metavar="NAME=LOSS")] = None,
@@ -26,18 +26,30 @@ def report(
 
     Example: trainyard report runs/mine --baseline "GPT-2 124M=3.29"
 
+    Example: trainyard report web-sweep
+
     The page needs no other file. The run may still be training, or have been killed; trainyard
-    status --follow shows it live.
+    status --follow shows it live. The page of a set of runs compares its settings.
 
     Options:
-        run_folders: Runs, or their folders.
+        run_folders: Runs, or their folders; or one set of runs.
         output: The file to write; default: report.html in the run, or a page beside several.
         png: A folder for the curves as PNG files, for papers.
         baseline: Another model's held-out loss, in nats per token, as a line to compare with.
     """
     run_folders = [find_run(name) for name in run_folders]
     from trainyard.report.page import write_report
+    from trainyard.sweeps.page import write_set_report
+    from trainyard.sweeps.results import read_results
+    from trainyard.sweeps.sets import is_set, read_set
 
+    if is_set(run_folders[0]) and len(run_folders) == 1:
+        if png or baseline:
+            raise UserError("--png and --baseline are for runs, not for a set of runs")
+        output = output or run_folders[0] / "report.html"
+        write_set_report(read_results(read_set(run_folders[0])), output)
+        typer.echo(f"wrote {output}")
+        return
     first, names = run_folders[0], "-".join(folder.name for folder in run_folders)[:200]
     own = first / "report.html" if len(run_folders) == 1 else first.parent / f"{names}.html"
     output = output or own

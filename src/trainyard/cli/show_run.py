@@ -19,7 +19,7 @@ from trainyard.config.load import LoadedRun, all_fields, field_value, preset_nam
 from trainyard.config.run import Run
 from trainyard.config.section import as_toml
 from trainyard.errors import ConfigError
-from trainyard.layout.flops import model_flops_per_token
+from trainyard.layout.flops import describe_parameters, model_flops_per_token
 from trainyard.layout.ranks import describe_layout
 from trainyard.layout.resolve import Plan, resolve
 from trainyard.log import facts_table
@@ -77,7 +77,7 @@ def _facts(run: Run, plan: Plan) -> dict[str, str]:
         f"{format_number(model.n_heads, 'head')} of {model.d_head}, "
         f"sequences of {model.sequence_length:,} tokens",
         **({"parts": ", ".join(other_parts)} if other_parts else {}),
-        "parameters": f"{plan.n_parameters:,} ({format_large(plan.n_parameters)})",
+        "parameters": describe_parameters(model, plan.padded_vocabulary_size),
         "": parts.replace("_", " "),
         "vocabulary": f"{model.vocabulary_size:,} tokens, padded to "
         f"{plan.padded_vocabulary_size:,} rows",

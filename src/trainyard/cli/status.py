@@ -6,11 +6,12 @@ import json
 import time
 from collections import deque
 from contextlib import nullcontext, suppress
+from dataclasses import asdict
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from trainyard.cli.names import RUNS_FOLDER, complete_run, find_run, run_names
+from trainyard.cli.names import RUNS_FOLDER, complete_run_or_set, find_run, run_names, set_names
 from trainyard.errors import UserError, printable
 from trainyard.log import build_console
 
@@ -23,7 +24,7 @@ INTERVAL_SECONDS = 1.0
 
 
 def status(
-    run: Annotated[str | None, typer.Argument(autocompletion=complete_run)] = None,
+    run: Annotated[str | None, typer.Argument(autocompletion=complete_run_or_set)] = None,
     as_json: Annotated[bool, typer.Option("--json")] = False,
     is_followed: Annotated[bool, typer.Option("--follow", "-f")] = False,
 ) -> None:
@@ -35,18 +36,25 @@ def status(
     With --follow, a terminal also shows the loss curve and the newest lines; without a terminal,
     it prints one line per event. Ctrl-C ends it and does not affect the run.
 
+    Of a set of runs it shows the results so far; with --follow first each change of its states.
+
     Options:
-        run: A run, or its folder; absent: all in runs/.
+        run: A run or a set of runs, or its folder; absent: all in runs/.
         as_json: Print JSON for programs.
         is_followed: Show it live until the run ends.
     """
     from trainyard.report.run_view import RunReader
     from trainyard.report.status import render_status, status_as_json
+    from trainyard.sweeps.sets import is_set
 
     if is_followed and (as_json or run is None):
         raise UserError("--follow needs a run, and prints no JSON", "trainyard status RUN --follow")
     if run is None:
         _list_runs(as_json=as_json)
+        return
+    if is_set(run):
+        with suppress(KeyboardInterrupt):
+            _show_set(run, as_json=as_json, is_followed=is_followed)
         return
     reader = RunReader(find_run(run))
     if is_followed:
@@ -58,27 +66,64 @@ def status(
 
 
 def _list_runs(*, as_json: bool) -> None:
-    """Prints one row for each run in `runs`; damaged ones with their error."""
+    """Prints one row for each run or set of runs in `runs`; damaged ones with their error."""
     from rich.table import Table
 
     from trainyard.report.run_view import RunReader
     from trainyard.report.status import status_as_json, status_row
+    from trainyard.sweeps.results import read_results, results_row
+    from trainyard.sweeps.sets import read_set
 
-    if not (names := run_names()):
-        raise UserError(f"no run in {RUNS_FOLDER}/", "trainyard train RUN_FILE starts one")
-    table, readable = Table("run", "state", "step", "loss", "last step", box=None), []
-    for name in names:
+    rows: dict[str, tuple[str, ...]] = {}
+    readable, members = [], set()
+    sets, runs = set_names(), run_names()
+    for name in [*sets, *runs]:
+        if name in members:
+            continue
         try:
-            view = RunReader(RUNS_FOLDER / name).read()
+            if name in sets:
+                results = read_results(read_set(name))
+                members |= {one.member.name for one in results.members}
+                rows[name], facts = results_row(results), results.as_json()
+            else:
+                view = RunReader(RUNS_FOLDER / name).read()
+                rows[name], facts = status_row(view), status_as_json(view)
         except UserError as error:
-            table.add_row(printable(name), "not readable", printable(error.problem))
+            rows[name] = ("not readable", printable(error.problem))
         else:
-            table.add_row(printable(name), *status_row(view))
-            readable.append(view)
+            readable.append(facts)
+    if not rows:
+        raise UserError(f"no run in {RUNS_FOLDER}/", "trainyard train RUN_FILE starts one")
     if as_json:
-        typer.echo(json.dumps([status_as_json(view) for view in readable], indent=2))
-    else:
-        build_console().print(table)
+        typer.echo(json.dumps(readable, indent=2))
+        return
+    table = Table("run", "state", "step", "loss", "last step", box=None)
+    for name, row in sorted(rows.items()):
+        table.add_row(printable(name), *row)
+    build_console().print(table)
+
+
+def _show_set(name: str, *, as_json: bool, is_followed: bool) -> None:
+    """Prints the results of a set and the state of its job; with `is_followed` each change."""
+    from trainyard.jobs.status import ask_scheduler, read_current
+    from trainyard.sweeps.results import read_results, render_results
+    from trainyard.sweeps.sets import read_set
+
+    before, results = "", read_results(read_set(name))
+    while is_followed and any(one.state in FOLLOWED for one in results.members):
+        if results.state != before:
+            typer.echo(results.state)
+        before = results.state
+        time.sleep(INTERVAL_SECONDS)
+        results = read_results(read_set(name))
+    submission = read_current(results.run_set.folder)
+    job = ask_scheduler(submission) if submission else None
+    if as_json:
+        typer.echo(json.dumps(results.as_json() | {"job": job and asdict(job)}, indent=2))
+        return
+    typer.echo(render_results(results))
+    if submission and job:
+        typer.echo(printable(f"job {submission.job} on {submission.cluster}: {job.text}"))
 
 
 def _follow(reader: RunReader) -> None:

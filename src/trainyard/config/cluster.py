@@ -18,7 +18,6 @@ defaults are those of the GPU's usual node (`planning/clusters.py`). [launch] is
 
 from __future__ import annotations
 
-import difflib
 import re
 import shlex
 from collections.abc import Mapping
@@ -28,7 +27,14 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, Field, ValidationError
 
-from trainyard.config.load import explain_problems, merge_tables, parse_toml, read_settings
+from trainyard.config.load import (
+    explain_problems,
+    find_name,
+    merge_tables,
+    parse_toml,
+    read_settings,
+    suggest,
+)
 from trainyard.config.section import ListOf, Section
 from trainyard.errors import ConfigError, MachineError
 from trainyard.units import parse_duration
@@ -221,6 +227,8 @@ class Cluster(Section):
     """Memory of a device, as sold (2^30 bytes each); absent: the datasheet's."""
     memory_gigabytes_per_second: float | None = Field(default=None, gt=0)
     """Memory bandwidth of a device; absent: the datasheet's."""
+    host_memory_gigabytes: float | None = Field(default=None, gt=0)
+    """Memory of a node that a job may use (2^30 bytes each); absent: unknown."""
     peaks_teraflops: dict[Literal["fp32", "fp16", "bf16", "fp8"], Annotated[float, Field(gt=0)]] = (
         Field(default={})
     )
@@ -305,28 +313,17 @@ def expand_cpus(cpus: str) -> list[int]:
     return found
 
 
-def suggest(name: str, known: list[str]) -> str:
-    """Suggests the known names closest to a wrong one, or lists all."""
-    name = Path(name).stem.lower()
-    words, numbers = set(re.findall(r"\w+", name)), re.findall(r"\d{2,}", name)
-    shared = {each: (each.startswith(name), len(words & {*each.split("-")})) for each in known}
-    best = max(shared.values())
-    close = [each for each in known if any(best) and shared[each] == best]
-    # "4090-24g" looks like "v100-32g", but a different number is a different device.
-    alike = [each for each in known if re.findall(r"\d{2,}", each)[:1] == numbers[:1]]
-    close = close or difflib.get_close_matches(name, alike, n=1)
-    return f"did you mean {' or '.join(close)}?" if close else f"known: {', '.join(known)}"
-
-
 def _read(name: str, folder: Path) -> tuple[str, str]:
     if name.endswith(".toml"):
         path = folder / name
         hint = suggest(name, cluster_names())
         return str(path), read_settings(path, "cluster file", hint)
-    if name not in cluster_names():
+    known = find_name(name, cluster_names())
+    if known is None:
         raise MachineError(
             f"no cluster named {name!r}",
             suggest(name, cluster_names()) + "; a file of your own ends in .toml",
         )
+    name = known
     entry = resources.files("trainyard.config") / "clusters" / f"{name}.toml"
     return f"cluster {name}", entry.read_text(encoding="utf-8")

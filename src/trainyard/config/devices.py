@@ -18,6 +18,7 @@ from trainyard.config.precisions import FORMATS, PrecisionKind
 TERA = 1e12
 GIGA = 1e9
 GIB = 2**30
+MEASURED = "fastest matmul measured on the device"
 
 
 @dataclass(frozen=True)
@@ -35,12 +36,14 @@ class Device:
     link_bytes_per_second: float | None = None
     """Total to the other devices of its node, one direction."""
     matmul_share: float | None = None
-    """Share of its peak reached by the best measured matmuls."""
+    """Share of its peak reached by the best matmuls."""
     sustained_share: float = 1.0
     """Share of that reached in a whole step, which heats the device."""
+    sustained_source: str = "fitted on published steps of H100s"
+    """Source of `sustained_share`, if it is not 1."""
     attention_share: float | None = None
     """Share of its peak reached by fused attention."""
-    matmul_source: str = "fastest matmul measured on the device"
+    matmul_source: str = "assumed: between other devices"
     """Source of `matmul_share`."""
     capability: tuple[int, int] | None = None
     """NVIDIA's compute capability, where a kernel depends on it."""
@@ -52,7 +55,10 @@ class Device:
 
 def _read_devices() -> Iterator[Device]:
     path = resources.files("trainyard.config") / "devices.toml"
-    for name, figures in tomllib.loads(path.read_text(encoding="utf-8")).items():
+    table = tomllib.loads(path.read_text(encoding="utf-8"))
+    for name, figures in table.items():
+        table[name] = table.get(figures.pop("like", ""), {}) | figures
+        figures = {"matmul_source": MEASURED} | table[name]
         capability = figures.pop("capability", None)
         yield Device(
             name,

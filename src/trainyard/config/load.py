@@ -10,7 +10,7 @@ import logging
 import re
 import textwrap
 import tomllib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from importlib import resources
@@ -30,6 +30,8 @@ from trainyard.files import SETTINGS_LIMIT_BYTES, read_file
 logger = logging.getLogger("trainyard")
 
 COMMAND_LINE = "command line"
+MOST_CLOSE = 3
+"""If more names share as many words, only one is suggested, by its spelling."""
 _DEEP_KEY = re.compile(r"""(?<![\w"'-])(?:[\w"'-]+[ \t]*\.[ \t]*){100}""")
 
 
@@ -160,6 +162,48 @@ def walk_fields(kind: type[BaseModel], prefix: str = "") -> Iterator[tuple[str, 
             yield prefix + name, kind, name
 
 
+def find_name(name: str, known: Iterable[str]) -> str | None:
+    """Finds a known name that is the same but for case, spaces, hyphens and underscores."""
+    return next((each for each in known if _fold(each) == _fold(name)), None)
+
+
+def suggest(name: str, known: list[str]) -> str:
+    """Suggests the known names closest to a wrong one, or lists all."""
+    close = _closest(name, known)
+    return f"did you mean {' or '.join(close)}?" if close else f"known: {', '.join(known)}"
+
+
+def _suggest_preset(name: str) -> str:
+    close = _closest(name, preset_names())
+    if close:
+        return f"did you mean the preset {' or '.join(close)}?"
+    return "trainyard show lists the presets"
+
+
+def _closest(name: str, known: list[str]) -> list[str]:
+    """Finds the known names that share most words with a wrong one, else one spelt like it."""
+    name = Path(name).name.lower().removesuffix(".toml")
+    words, numbers = set(re.findall(r"[\w.]+", name)), re.findall(r"\d{2,}", name)
+    shared = {each: (each.startswith(name), len(words & {*each.split("-")})) for each in known}
+    best = max(shared.values())
+    close = [each for each in known if any(best) and shared[each] == best]
+    # "4090-24g" looks like "v100-32g", but a different number is a different device, and so is
+    # another first letter, as of "b300" and "mi300x".
+    alike = [
+        each
+        for each in known
+        if re.findall(r"\d{2,}", each)[:1] == numbers[:1]
+        and (each[:1] == name[:1] or not name[:1].isalpha())
+    ]
+    if 0 < len(close) <= MOST_CLOSE:
+        return close
+    return difflib.get_close_matches(name, close or alike, n=1)
+
+
+def _fold(name: str) -> str:
+    return re.sub(r"[\s_-]+", "", name).casefold()
+
+
 def _layers(source: str) -> list[tuple[str, dict[str, Any]]]:
     """Returns the files of a run, lowest precedence first: its base, if any, then itself."""
     name, values, folder = _read(source, Path())
@@ -181,6 +225,7 @@ def _read(source: str, folder: Path) -> tuple[str, dict[str, Any], Path]:
         files = [each / "run.toml" for each in (path, Path("runs") / path)]  # of a run, by name
         begun = [file for file in files if file.is_file() and source not in preset_names()]
         if not begun:
+            source = find_name(source, preset_names()) or source
             return source, _read_preset(source), folder
         path = begun[0]
     try:
@@ -188,7 +233,7 @@ def _read(source: str, folder: Path) -> tuple[str, dict[str, Any], Path]:
     except ConfigError as error:
         if not isinstance(error.__cause__, FileNotFoundError):
             raise
-        raise ConfigError(f"no run file {path}", _closest(source, preset_names())) from None
+        raise ConfigError(f"no run file {path}", _suggest_preset(source)) from None
     return str(path), parse_toml(text, str(path)), path.parent
 
 
@@ -221,7 +266,7 @@ def _read_preset(name: str) -> dict[str, Any]:
             raise ConfigError(f"no run.toml in the folder {name}", "give a run file or a run")
         raise ConfigError(
             f"no preset named {name!r}",
-            _closest(name, preset_names()) + "; a run file ends in .toml",
+            _suggest_preset(name) + "; a run file ends in .toml",
         )
     return _presets()[name]
 
@@ -446,8 +491,3 @@ def _sections_in(annotation: Any) -> list[type[BaseModel]]:
 def _kind_of(section: type[BaseModel]) -> str:
     kind = section.model_fields.get("kind")
     return str(get_args(kind.annotation)[0]) if kind else ""
-
-
-def _closest(name: str, known: list[str]) -> str:
-    close = difflib.get_close_matches(name.removesuffix(".toml"), known, n=1)
-    return f"did you mean the preset {close[0]}?" if close else "trainyard show lists the presets"

@@ -1,6 +1,6 @@
 """Rules across sections of a run: each invalid combination, why, and the nearest change that works.
 
-    model.n_heads=12 must be divisible by parallel.tensor=8 x parallel.context=1: a rank has whole
+    model.n_heads=12 must be divisible by parallel.tensor=8: a rank has whole
     heads; nearest that works: parallel.tensor=6
 
 Rules that need the number of ranks are in `layout/ranks.py`.
@@ -17,8 +17,8 @@ from typing import Any, TypeVar
 
 from pydantic import BaseModel
 
-from trainyard.config.precisions import SCALED_COLUMNS
-from trainyard.config.run import CUDNN_TOKENS, Run, default_zero_stage
+from trainyard.config.precisions import BF16, SCALED_COLUMNS
+from trainyard.config.run import CUDNN_TOKENS, Run
 from trainyard.config.secrets import secret_problems
 from trainyard.config.section import as_toml
 
@@ -77,6 +77,7 @@ def fill(rule: str, run: Run) -> str:
 
 def _check(run: Run) -> Iterator[Broken]:
     yield from _check_shards(run)
+    yield from _check_experts(run)
     yield from _check_pipeline(run)
     yield from _check_data_parallel(run)
     if run.precision.formats.multiplies_in_fp8:
@@ -131,16 +132,14 @@ def describe(run: Run, changes: Changes, joint: str = " with ") -> str:
 
 
 def differences(run: Run, changes: Changes) -> Changes:
-    """Keeps effective changes that do not follow by default, plus the ZeRO stage if it does."""
+    """Keeps effective changes that do not follow by default."""
     new = {field: value for field, value in changes.items() if value != attrgetter(field)(run)}
     models = (run.model, change(run, changes).model)
     if all(model.d_head == model.d_model // model.n_heads for model in models):
         new.pop("model.d_head", None)
     if all(model.n_key_value_heads == model.n_heads for model in models):
         new.pop("model.n_key_value_heads", None)
-    stage, pipeline = changes.get("parallel.zero_stage"), new.get("parallel.pipeline")
-    implied = default_zero_stage(pipeline) if pipeline and stage is not None else stage
-    return new if stage == implied else new | {"parallel.zero_stage": stage}
+    return new
 
 
 def divisors(number: int) -> list[int]:
@@ -201,15 +200,18 @@ def _check_shards(run: Run) -> Iterator[Broken]:
     alone: Changes = {"parallel.tensor": 1, "parallel.context": 1}
     # Groups of heads share keys and values; without groups, both fields are equal.
     heads = "n_heads" if model.n_heads == model.n_key_value_heads else "n_key_value_heads"
-    is_ulysses = parallel.context_method == "ulysses"
-    if model.n_key_value_heads % (tensor * context if is_ulysses else tensor):
-        ranks = f"parallel.tensor{' x parallel.context' if is_ulysses else ''}"
+    is_split = parallel.context_method == "ulysses" and context > 1
+    if model.n_key_value_heads % (tensor * context) if is_split else not model.shards_heads(tensor):
+        ranks = f"parallel.tensor{' x parallel.context' if is_split else ''}"
         ring: Changes = {"parallel.context_method": "ring"}
+        may_share = not is_split and heads != "n_heads" and model.query_key_norm != "all"
+        shares = ", or shares one of keys with equal parts of model.n_heads" * may_share
         yield (
-            f"model.{heads} must be divisible by {ranks}: a rank has whole heads",
+            f"model.{heads} must be divisible by {ranks}: a rank has whole heads{shares}",
             ["parallel.tensor", "parallel.context", ring, alone],
         )
-    if model.d_ff % tensor:
+    has_dense = not model.n_experts or model.n_dense_blocks > 0
+    if has_dense and model.d_ff % tensor:
         rule = "model.d_ff must be divisible by parallel.tensor: a rank has an equal part"
         yield rule, ["parallel.tensor"]
     tokens = "model.sequence_length must be divisible by"
@@ -240,6 +242,29 @@ def _check_shards(run: Run) -> Iterator[Broken]:
         )
 
 
+def _check_experts(run: Run) -> Iterator[Broken]:
+    model, parallel = run.model, run.parallel
+    if not model.n_experts:
+        if parallel.expert > 1:
+            yield (
+                "parallel.expert is incompatible with model.n_experts: there are none to share",
+                [{"parallel.expert": 1}],
+            )
+        return
+    if model.n_experts % parallel.expert:
+        rule = "model.n_experts must be divisible by parallel.expert: a rank has whole experts"
+        yield rule, ["parallel.expert"]
+    if model.d_expert % parallel.tensor:
+        rule = "model.d_expert must be divisible by parallel.tensor: a rank has an equal part"
+        yield rule, ["parallel.tensor"]
+    if run.precision.formats.multiplies_in_fp8:
+        yield (
+            "precision.kind is incompatible with model.n_experts: experts multiply in bf16, fp16 "
+            "or fp32",
+            [_BF16],
+        )
+
+
 def _check_pipeline(run: Run) -> Iterator[Broken]:
     parallel, chunks = run.parallel, run.parallel.chunks
     schedule = parallel.schedule if parallel.pipeline > 1 else ""
@@ -259,41 +284,26 @@ def _check_pipeline(run: Run) -> Iterator[Broken]:
         yield rule, [{"parallel.chunks": 2}, _1F1B]
     if schedule != "zero_bubble":
         return
-    if run.train.compile != "never":
-        yield (
-            f"train.compile {refused} compiled blocks give wrong gradients when the backward pass "
-            "is split",
-            [{"train.compile": "never"}],
-        )
-    if parallel.recompute != "none":
-        yield (
-            f"parallel.recompute {refused} each part of the split backward pass would recompute, "
-            "which takes longer than the bubble",
-            [{"parallel.recompute": "none"}],
-        )
     if run.precision.formats.multiplies_in_fp8:
         yield (
-            f"precision.kind {refused} each part of the split backward pass would compute both "
-            "gradients of a matmul, which takes longer than the bubble",
+            f"precision.kind {refused} its matmuls compute both gradients at once, and leave none "
+            "for the bubble",
             [_1F1B, _BF16],
         )
-    if parallel.zero_stage == 3:
+    if parallel.shards_gradients:
         yield (
-            f"parallel.zero_stage {refused} weights are freed before the second part of the "
-            "backward pass, and their gradients lost",
+            f"parallel.zero_stage {refused} gradients are reduced before the second part of the "
+            "backward pass",
             [_ZERO_1],
         )
 
 
 def _check_data_parallel(run: Run) -> Iterator[Broken]:
-    """Checks what is sharded, and the optimizer, whose state is."""
+    """Checks what is sharded or recomputed, and the optimizer, whose state is sharded."""
     parallel, formats = run.parallel, run.precision.formats
-    if parallel.zero_stage == 2 and parallel.pipeline > 1:
-        yield (
-            "parallel.zero_stage is incompatible with parallel.pipeline: a pipeline keeps "
-            "unsharded gradients until the end of a step, so it would be stage 1",
-            [_ZERO_1],
-        )
+    if parallel.recompute == "none" and parallel.recompute_share < 1:
+        rule = "parallel.recompute_share is incompatible with parallel.recompute: no block does"
+        yield rule, [{"parallel.recompute": "block"}]
     if parallel.data_replicate > 1 and parallel.zero_stage == 0:
         yield (
             "parallel.data_replicate is incompatible with parallel.zero_stage: every rank is "
@@ -306,12 +316,25 @@ def _check_data_parallel(run: Run) -> Iterator[Broken]:
             "precision, which an all-reduce cannot sum",
             [_ZERO_1],
         )
+    if parallel.reduce_format == "bf16":
+        yield from _check_reduction(run)
     if run.optimizer.kind != "adamw" and formats.matrices.states:
         yield (
             "optimizer.kind is incompatible with precision.kind: low-precision optimizer state "
             "supports AdamW only",
             [{"optimizer.kind": "adamw"}],
         )
+
+
+def _check_reduction(run: Run) -> Iterator[Broken]:
+    formats, refused = run.precision.formats, "parallel.reduce_format is incompatible with"
+    in_fp32: Changes = {"parallel.reduce_format": "fp32"}
+    if formats.compute != BF16:
+        yield f"{refused} precision.kind: its gradients are more precise", [in_fp32]
+    if formats.reduced.is_scaled:
+        yield f"{refused} precision.kind: it sends gradients of blocks in 8 bits", [in_fp32]
+    if run.parallel.zero_stage == 0:
+        yield f"{refused} parallel.zero_stage: its all-reduce is in fp32", [_ZERO_1, in_fp32]
 
 
 def _check_fp8(run: Run) -> Iterator[Broken]:
@@ -381,10 +404,25 @@ def _check_schedule(run: Run) -> Iterator[Broken]:
     for field, length in lengths.items():
         if not length.amount:
             yield f"{field} must be positive", []
-    if schedule.minimum_learning_rate > run.optimizer.learning_rate:
+    if schedule.kind == "points" or schedule.points.points:
+        yield from _check_points(run)
+    elif schedule.minimum_learning_rate > run.optimizer.learning_rate:
         yield "schedule.minimum_learning_rate is above optimizer.learning_rate", []
-    if schedule.kind != "constant" and warmup.unit == decay.unit and warmup.amount >= decay.amount:
+    decays = schedule.kind not in ("constant", "points")
+    if decays and warmup.unit == decay.unit and warmup.amount >= decay.amount:
         yield "schedule.warmup must be shorter than schedule.decay", []
     cools = schedule.kind == "warmup_stable_decay" and cooldown.unit == decay.unit
     if cools and cooldown.amount > decay.amount:
         yield "schedule.cooldown must not be longer than schedule.decay", []
+
+
+def _check_points(run: Run) -> Iterator[Broken]:
+    points = run.schedule.points.points
+    if run.schedule.kind != "points":
+        rule = "schedule.points is incompatible with schedule.kind: it is a schedule of its own"
+        yield rule, [{"schedule.kind": "points"}]
+    elif not points:
+        yield "schedule.points is empty, which schedule.kind needs", [{"schedule.kind": "cosine"}]
+    for (before, _), (after, _) in itertools.pairwise(points):
+        if before.unit == after.unit and before.amount > after.amount:
+            yield f"schedule.points is not in order: {before} is before {after}", []

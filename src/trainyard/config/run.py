@@ -6,7 +6,6 @@ Derived values (data-parallel size, padded vocabulary, steps) are in `layout.res
 
 from __future__ import annotations
 
-import math
 import os
 from collections import Counter
 from typing import Annotated, Literal, Self
@@ -16,10 +15,12 @@ from pydantic import Field, model_validator
 from trainyard import units
 from trainyard.config.precisions import OptimizerKind, Precision, Stored, stored
 from trainyard.config.section import (
+    Interval,
     Length,
     ListOf,
     Name,
     NoneByName,
+    Points,
     QueryKeyNorm,
     Rate,
     RotaryScaling,
@@ -32,11 +33,6 @@ FlopFormula = Literal["megatron_causal", "megatron", "megatron_deepspeed", "deep
 MOST_PREFIXES = 32_766  # a corpus is a 16-bit number in the order
 CUDNN_TOKENS = 128
 """cuDNN's attention takes multiples of it: of others, some gave NaN (pytorch/pytorch#196678)."""
-
-
-def default_zero_stage(pipeline: int) -> int:
-    """Returns the default ZeRO stage: the highest that costs no time."""
-    return 2 if pipeline == 1 else 1
 
 
 def _default_d_head(model: dict[str, int]) -> int:
@@ -63,6 +59,37 @@ class Model(Section):
     """Features inside the MLP; 4 x d_model in GPT-3."""
     mlp: Literal["gelu", "swiglu"] = "gelu"
     """GELU, in its tanh approximation; or SwiGLU, with a second input matrix (arXiv:2002.05202)."""
+    n_experts: int = Field(default=0, ge=0)
+    """MLPs in a block, a few of them active for each token; none is dropped. 0: one MLP for all."""
+    n_active_experts: int = Field(default=2, ge=1)
+    """Experts that each token uses: those with the highest scores; of equal ones, the first."""
+    d_expert: int = Field(default_factory=lambda model: model.get("d_ff", 1), ge=1)
+    """Features inside each expert; absent: d_ff."""
+    n_shared_experts: int = Field(default=0, ge=0)
+    """Experts that every token uses besides, as one MLP (arXiv:2401.06066)."""
+    n_dense_blocks: int = Field(default=0, ge=0)
+    """First blocks that have one MLP, of d_ff, instead of experts."""
+    router: Literal["softmax", "sigmoid"] = "softmax"
+    """Scores of experts: softmax over all, or the sigmoid of each (arXiv:2412.19437)."""
+    router_normalized: bool = True
+    """Divide the scores of a token's experts by their sum."""
+    router_scale: float = Field(default=1.0, gt=0)
+    """Multiplies the output of experts, except shared ones."""
+    n_expert_groups: int = Field(default=1, ge=1)
+    """Equal groups of experts, ranked by the sum of their two highest scores."""
+    n_active_groups: int = Field(default=1, ge=1)
+    """Groups of which each token may use experts."""
+    balance: Literal["none", "loss", "bias"] = "loss"
+    """What keeps the load of experts equal: a loss for each sequence, that of a uniform load 1
+    (arXiv:2412.19437, section 2.1.2); or a bias of scores that only decides which experts are used,
+    changed after each step by the load of its batch (arXiv:2408.15664)."""
+    balance_coefficient: float = Field(
+        default_factory=lambda model: 1e-3 if model.get("balance") == "bias" else 1e-2, ge=0
+    )
+    """Coefficient of that loss, or change of a bias in a step; absent: 0.01 or 0.001."""
+    router_z_loss: float = Field(default=0.0, ge=0)
+    """Coefficient of the router's z-loss, the mean squared log of the sum of its exponentials
+    (arXiv:2202.08906)."""
     norm: Literal["layer", "rms"] = "layer"
     """LayerNorm, or RMSNorm (arXiv:1910.07467) without bias."""
     norm_place: Literal["before", "after"] = "before"
@@ -87,6 +114,15 @@ class Model(Section):
     """Dropout probability of embeddings, attention weights and residual outputs in training."""
     init_std: float = Field(default=0.02, gt=0)
     """Standard deviation of initial weights; residual outputs get init_std / sqrt(2 n_layers)."""
+    parametrization: Literal["standard", "complete_p"] = "standard"
+    """How initial weights, learning rates and outputs depend on width and depth: not at all, or so
+    that the best learning rate of a small model is that of a large one (arXiv:2505.01618)."""
+    base_d_model: int = Field(default=256, ge=1)
+    """Width for which `complete_p` changes nothing: that of the small model."""
+    base_n_layers: int = Field(default=2, ge=1)
+    """Depth for which `complete_p` changes nothing."""
+    base_d_expert: Annotated[int | None, NoneByName] = Field(default=None, ge=1)
+    """Features of an expert for which it changes nothing; absent: they grow with d_model."""
     layer_norm_epsilon: float = Field(default=1e-5, gt=0)
     """Added to the variance in each LayerNorm, to the mean square in each RMSNorm."""
     attention_within_documents: bool = False
@@ -94,10 +130,37 @@ class Model(Section):
     end_of_document_id: Annotated[int | None, NoneByName] = Field(default=None, ge=0)
     """Last token of a document; absent: that of the tokenizer or of the token files."""
 
-    @property
-    def most_tensor_ranks(self) -> int:
-        """The most tensor ranks that shard all layers equally; any divisor of it does too."""
-        return math.gcd(self.n_key_value_heads, self.d_ff)
+    def shards_heads(self, tensor: int) -> bool:
+        """Returns whether tensor ranks have equal heads; above those of keys, they share keys."""
+        queries, shared = self.n_heads, self.n_key_value_heads
+        n_features = (queries + 2 * shared) * self.d_head
+        shares = not (tensor % shared or queries % tensor or n_features % tensor)
+        return shared % tensor == 0 or (shares and self.query_key_norm != "all")
+
+    @model_validator(mode="after")
+    def _experts_fit(self) -> Self:
+        if not self.n_experts:
+            return self
+        n, groups, active = self.n_experts, self.n_expert_groups, self.n_active_groups
+        problems = {
+            f"n_experts={n} must be divisible by n_expert_groups={groups}; nearest "
+            f"n_expert_groups that divides: {units.nearest_divisor(n, groups)}": n % groups,
+            f"n_active_groups={active} is more than n_expert_groups={groups}; nearest that works: "
+            f"{groups}": active > groups,
+            f"n_active_experts={self.n_active_experts} is more than the {n // groups * active} "
+            f"experts that a token may use; nearest that works: {n // groups * active}": (
+                self.n_active_experts > n // groups * active
+            ),
+            f"n_dense_blocks={self.n_dense_blocks} leaves none of n_layers={self.n_layers} blocks "
+            f"with experts; nearest that works: {self.n_layers - 1}": (
+                self.n_dense_blocks >= self.n_layers
+            ),
+            "bias=true is not for experts, whose matmuls have none; nearest that works: "
+            "bias=false": self.bias,
+        }
+        if problem := next((text for text, is_there in problems.items() if is_there), ""):
+            raise ValueError(problem)
+        return self
 
     @model_validator(mode="after")
     def _heads_fit(self) -> Self:
@@ -255,8 +318,9 @@ class Optimizer(Section):
 class Schedule(Section):
     """Learning-rate schedule, counted in consumed sequences."""
 
-    kind: Literal["cosine", "linear", "constant", "warmup_stable_decay"] = "cosine"
-    """Shape after warmup; `warmup_stable_decay` stays at the peak, then falls over `cooldown`."""
+    kind: Literal["cosine", "linear", "constant", "warmup_stable_decay", "points"] = "cosine"
+    """Shape after warmup; `warmup_stable_decay` stays at the peak, then falls over `cooldown`;
+    `points` is the whole schedule, by `points` alone."""
     minimum_learning_rate: float = Field(default=6e-5, ge=0)
     """Final learning rate."""
     warmup: Length = units.Length(375 * 10**6, "tokens")
@@ -265,6 +329,9 @@ class Schedule(Section):
     """Length from the start of the run to the minimum learning rate (Megatron's lr-decay)."""
     cooldown: Length = units.Length(26 * 10**9, "tokens")
     """Length of the final decay of `warmup_stable_decay`, which ends where `decay` ends."""
+    points: Points = units.RatePoints()
+    """Learning rates at positions, in order: "0: 0, 2000 steps: 6e-4, 1B tokens: 6e-5". Linear
+    between two, constant after the last; two at one position make a jump."""
 
 
 class Parallel(Section):
@@ -284,15 +351,21 @@ class Parallel(Section):
     """Context-parallel ranks: they shard each sequence."""
     context_method: Literal["ulysses", "ring"] = "ulysses"
     """Attention over a sharded sequence; the ring has no dropout."""
-    zero_stage: int = Field(
-        default_factory=lambda parallel: default_zero_stage(parallel.get("pipeline", 1)), ge=0, le=3
-    )
-    """What data-parallel ranks shard: 0 nothing, 1 optimizer, 2 + gradients, 3 + parameters; with a
-    pipeline, gradients stay unsharded until the end of a step. Absent: 2, or 1 with a pipeline."""
+    expert: int = Field(default=1, ge=1)
+    """Ranks that share the experts of a block, among the data- and context-parallel ranks of a
+    replica: each has equally many, and tokens go to them and back."""
+    zero_stage: int = Field(default=1, ge=0, le=3)
+    """What data-parallel ranks shard: 0 nothing, 1 optimizer, 2 + gradients, 3 + parameters. 1 is
+    the fastest; 2 and 3 reduce gradients in every micro batch."""
+    reduce_format: Literal["fp32", "bf16"] = "fp32"
+    """Format in which ranks send and sum gradients with ZeRO 1 to 3; those of micro batches add up
+    in fp32. `bf16` halves the bytes, and rounds once for each rank."""
     data_replicate: int = Field(default=1, ge=1)
     """Groups that each hold a full sharded copy (HSDP's replicate dimension)."""
     recompute: Recompute = "none"
     """Activations that the backward pass recomputes instead of storing."""
+    recompute_share: float = Field(default=1.0, gt=0, le=1)
+    """Share of the blocks of each pipeline stage that do so, evenly spread, and one at least."""
 
     @property
     def shards_state(self) -> bool:
@@ -309,29 +382,29 @@ class Parallel(Section):
         """Whether data-parallel ranks shard the weights, and gather them for each use (ZeRO 3)."""
         return self.zero_stage == 3
 
-    @property
-    def gathers_again(self) -> bool:
-        """Whether the backward pass all-gathers inputs again (`sequence`) instead of storing them.
-
-        Not where blocks are recomputed, which stores none, nor in a zero bubble, whose split
-        backward pass would gather them twice.
-        """
-        return self.sequence and self.recompute != "block" and self.schedule != "zero_bubble"
-
 
 class Checkpoint(Section):
     """When to save checkpoints, and which to keep."""
 
-    interval: int = Field(default=1000, ge=0)
-    """Steps between checkpoints; 0: only at the end."""
+    interval: Interval = units.Duration(30 * 60)
+    """Time or steps between checkpoints, such as "30 minutes" or "500 steps"; a plain number counts
+    steps. 0: only at the end."""
     keep_last: int = Field(default=3, ge=1)
     """Number of newest checkpoints to keep; older ones are removed once a new one is complete."""
     keep_every: int = Field(default=0, ge=0)
-    """Keep checkpoints of steps that are a multiple of this for good; 0: none."""
+    """Save at steps that are a multiple of this, too, and keep these checkpoints for good; 0:
+    none."""
     keep_best: int = Field(default=0, ge=0)
-    """Number of checkpoints with the lowest held-out loss to keep as well, of evaluated steps."""
+    """Number of checkpoints with the lowest held-out loss to keep as well; above 0, saves at each
+    evaluation, too."""
     background: bool = True
     """Write asynchronously; training waits only for the copy to host memory."""
+
+    def interval_seconds(self, step_seconds: float, n_steps: int) -> float:
+        """Returns the time between checkpoints of a run of `n_steps`."""
+        every, whole = self.interval, step_seconds * n_steps
+        seconds = step_seconds * every if isinstance(every, int) else every.seconds
+        return min(seconds or whole, whole)
 
 
 class Evaluate(Section):

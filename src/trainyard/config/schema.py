@@ -15,11 +15,18 @@ from trainyard.config.run import Run
 from trainyard.config.section import describe_fields
 
 _EXTENDS = {"type": "string", "description": "A preset, or another run file, to start from."}
+_INTERVAL = {
+    "type": "string",
+    "pattern": r"^\s*[0-9][0-9_,.]*\s*([kKMBGT]? steps|(second|minute|hour|day|week)s?\s*)$",
+    "examples": ["30 minutes", "500 steps"],
+}
 _LENGTH = {
     "type": "string",
     "pattern": r"^\s*[0-9][0-9_,]*(\.[0-9]+)?\s*[kKMBGT]? (tokens|sequences|steps)\s*$",
     "examples": ["300B tokens", "1.5M sequences", "2000 steps"],
 }
+
+_POINTS = {"type": "string", "examples": ["0: 0, 2000 steps: 6e-4, 1B tokens: 6e-5"]}
 
 
 def field_manuals(section: type[BaseModel] = Run) -> dict[str, str]:
@@ -37,6 +44,8 @@ def run_schema() -> dict[str, Any]:
     """Returns the schema (JSON Schema, draft 2020-12) of a run file."""
     schema = Run.model_json_schema(mode="validation")
     schema["$defs"]["Length"] = _LENGTH
+    schema["$defs"]["RatePoints"] = _POINTS
+    schema["$defs"]["Duration"] = _INTERVAL
     schema["properties"] = {"extends": _EXTENDS, **schema["properties"]}
     split = schema["$defs"]["Data"]["properties"]["split"]
     split["type"] = ["string", "number"]

@@ -35,6 +35,12 @@ def _check_split(value: object) -> object:
 
 
 Length = Annotated[units.Length, BeforeValidator(units.parse_length), PlainSerializer(str)]
+Points = Annotated[units.RatePoints, BeforeValidator(units.parse_points), PlainSerializer(str)]
+Interval = Annotated[
+    Annotated[int, Field(ge=0)] | units.Duration,
+    BeforeValidator(units.parse_interval),
+    PlainSerializer(lambda interval: interval if isinstance(interval, int) else str(interval)),
+]
 Shares = Annotated[str, BeforeValidator(_check_split)]
 ListOf = Annotated[tuple[_Item, ...], Field(strict=False)]
 """A list in a file, a tuple here."""
@@ -54,7 +60,7 @@ def as_toml(value: Any) -> str:
         if len(shown) > 3:
             shown = [shown[0], f"... {len(shown) - 1} more"]
         return f"[{', '.join(shown)}]"
-    if isinstance(value, units.Length):
+    if isinstance(value, units.Length | units.Duration | units.RatePoints):
         return f'"{value}"'
     if value is None:
         return "none"

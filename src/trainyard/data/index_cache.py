@@ -21,7 +21,7 @@ import logging
 import math
 import os
 import secrets
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Container, Iterable, Sequence
 from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass, field
 from itertools import accumulate, pairwise
@@ -31,7 +31,7 @@ from typing import IO, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from trainyard.data.indexed import map_array, token_paths
+from trainyard.data.indexed import FileState, file_state, map_array, read_sizes, token_paths
 from trainyard.data.sidecar import Sidecar, load_sidecar
 from trainyard.errors import DataError, explain_failure
 from trainyard.files import (
@@ -93,6 +93,7 @@ class IndexCache:
         folder: where the arrays are.
         checks: whether to read stored arrays whole and compare their checksums. One of the ranks
             that see the same files does.
+        trusted: states of the .idx files that need no check.
 
     Attributes:
         loaded: the size, time of change and inode of the file of each array that was loaded or
@@ -101,7 +102,8 @@ class IndexCache:
 
     folder: Path
     checks: bool = field(default=True, kw_only=True)
-    loaded: dict[str, tuple[list[int], str]] = field(default_factory=dict, init=False)
+    trusted: Container[FileState] = field(default=(), kw_only=True)
+    loaded: dict[str, tuple[FileState, str]] = field(default_factory=dict, init=False)
 
     def key(self, **inputs: object) -> str:
         """Hashes what an array is computed from."""
@@ -159,7 +161,7 @@ class IndexCache:
                 version = np.lib.format.read_magic(file)
                 header = np.lib.format.read_array_header_1_0(file) if version == (1, 0) else None
                 offset, n_bytes = file.tell(), math.prod(shape) * dtype.itemsize
-                state = _state(os.fstat(file.fileno()))
+                state = file_state(os.fstat(file.fileno()))
                 if header != (shape, False, dtype) or state[0] != offset + n_bytes + _DIGEST_BYTES:
                     return None
                 file.seek(-_DIGEST_BYTES, os.SEEK_END)
@@ -197,7 +199,12 @@ class IndexCache:
         return checksums
 
     def look_up(self, prefix: str) -> list[str] | Unread:
-        """Returns the checksums of both files, or what must be read for them."""
+        """Returns the checksums of both files, or what must be read for them.
+
+        Raises:
+            DataError: a file is missing, or the header is damaged.
+        """
+        read_sizes(prefix)
         record = _load_record(prefix)
         if record is not None and _is_older(prefix):
             return [record.bin.sha256, record.idx.sha256]
@@ -205,7 +212,7 @@ class IndexCache:
         sizes: list[list[int]] = [[], []]
         if record is not None:
             sizes = [[block.n_bytes for block in file.blocks] for file in (record.bin, record.idx)]
-        states = [[*_state(path.stat()), *cut] for path, cut in zip(paths, sizes, strict=True)]
+        states = [[*file_state(path.stat()), *cut] for path, cut in zip(paths, sizes, strict=True)]
         name = hashlib.sha256(os.path.realpath(prefix).encode()).hexdigest()[:32]
         memory = self.folder / f"content-{name}.json"
         with suppress(OSError, ValueError):
@@ -221,10 +228,15 @@ class IndexCache:
 
 
 def describe_contents(prefix: str) -> str:
-    """Identifies token files without reading them: by their record's checksums, or their sizes."""
+    """Identifies token files without reading them: by their record's checksums, or their sizes.
+
+    Raises:
+        DataError: a file is missing, or the header is damaged.
+    """
+    bin_bytes, (dtype, *counts) = read_sizes(prefix)
     record = _load_record(prefix)
     if record is None:
-        return str([path.stat().st_size for path in token_paths(prefix)])
+        return str([bin_bytes, dtype.name, *counts])
     return str([record.bin.sha256, record.idx.sha256])
 
 
@@ -243,11 +255,6 @@ def _is_older(prefix: str) -> bool:
     """Whether the token files were last changed before their record was."""
     record_ns = Path(f"{prefix}.json").stat().st_ctime_ns
     return all(path.stat().st_ctime_ns <= record_ns for path in token_paths(prefix))
-
-
-def _state(status: os.stat_result) -> list[int]:
-    # Time of change: unlike that of modification no program sets it back.
-    return [status.st_size, status.st_ctime_ns, status.st_ino]
 
 
 def _write(path: Path) -> AbstractContextManager[IO[bytes]]:

@@ -28,7 +28,7 @@ import os
 import struct
 import weakref
 from array import array
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Container, Iterable, Iterator
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, BinaryIO, Self
@@ -51,6 +51,9 @@ _DAMAGED = "the file is damaged; copy or prepare it again"
 _PAIR = "token files are a pair, <prefix>.bin and <prefix>.idx; "
 RAW_TOKENS = f"{_PAIR}docs/importing.md converts raw token ids, as of nanoGPT and llm.c"
 DTYPE_CODES = {1: "uint8", 2: "int8", 3: "int16", 4: "int32", 5: "int64", 8: "uint16"}
+
+FileState = tuple[int, int, int]
+"""Size, time of change and inode of a file."""
 
 _HEADER = struct.Struct("<9sQBQQ")
 _LARGEST_UINT16_VOCABULARY = 65500  # Megatron-LM's own bound, not 2^16
@@ -76,15 +79,35 @@ def count_tokens(prefix: str | Path) -> int:
     Raises:
         DataError: a file is missing, the header is damaged, or the .bin ends inside a token.
     """
-    bin_path, idx_path = token_paths(prefix)
-    bin_bytes, (dtype, _, _) = _size_bytes(bin_path), _read_header(idx_path)
+    bin_bytes, (dtype, _, _) = read_sizes(prefix)
     n_tokens, rest = divmod(bin_bytes, dtype.itemsize)
     if rest:
         raise DataError(
-            f"{bin_path}: {bin_bytes} bytes are not whole tokens of {dtype.itemsize} bytes",
+            f"{prefix}.bin: {bin_bytes} bytes are not whole tokens of {dtype.itemsize} bytes",
             "the .bin is cut short or belongs to another .idx; copy or prepare both again",
         )
     return n_tokens
+
+
+def read_sizes(prefix: str | Path) -> tuple[int, tuple[np.dtype[Any], int, int]]:
+    """Returns the size of a .bin, and of its .idx the kind of integer and the numbers of entries.
+
+    Raises:
+        DataError: a file is missing, or the header is damaged.
+    """
+    bin_path, idx_path = token_paths(prefix)
+    return _size_bytes(bin_path), _read_header(idx_path)
+
+
+def file_state(status: os.stat_result) -> FileState:
+    """Returns what changes with the content of a file: its size, time of change and inode."""
+    # Time of change: unlike that of modification no program sets it back.
+    return status.st_size, status.st_ctime_ns, status.st_ino
+
+
+def index_state(prefix: str | Path) -> FileState:
+    """Returns what changes with the content of a .idx."""
+    return file_state(token_paths(prefix)[1].stat())
 
 
 def token_paths(prefix: str | Path) -> tuple[Path, Path]:
@@ -94,6 +117,10 @@ def token_paths(prefix: str | Path) -> tuple[Path, Path]:
 
 class IndexedDataset:
     """Token files opened for reading: memory-mapped, and checked whole except for the ids.
+
+    Args:
+        prefix: the path without `.bin` or `.idx`.
+        trusted: states of .idx files that were checked before; these are not read whole again.
 
     Attributes:
         prefix: the path without `.bin` or `.idx`.
@@ -109,11 +136,10 @@ class IndexedDataset:
         DataError: a file is missing, damaged, cut short, or does not fit the other.
     """
 
-    def __init__(self, prefix: str | Path) -> None:
+    def __init__(self, prefix: str | Path, trusted: Container[FileState] = ()) -> None:
         self.prefix = str(prefix)
         bin_path, self._idx_path = token_paths(prefix)
-        bin_bytes = _size_bytes(bin_path)
-        self.dtype, n_sequences, n_entries = _read_header(self._idx_path)
+        bin_bytes, (self.dtype, n_sequences, n_entries) = read_sizes(prefix)
         pointers_at = _HEADER.size + 4 * n_sequences
         documents_at = pointers_at + 8 * n_sequences
         size_bytes = documents_at + 8 * n_entries
@@ -121,8 +147,13 @@ class IndexedDataset:
         self.sequence_lengths: NDArray[np.int32] = raw[_HEADER.size : pointers_at].view("<i4")
         self.sequence_pointers: NDArray[np.int64] = raw[pointers_at:documents_at].view("<i8")
         self.document_indices: NDArray[np.int64] = raw[documents_at:].view("<i8")
-        self.n_tokens = self._check_sequences()
-        self._check_documents()
+        if index_state(prefix) not in trusted:
+            self._check_sequences()
+            self._check_documents()
+        self.n_tokens = 0
+        if n_sequences:
+            last_start = int(self.sequence_pointers[-1]) // self.dtype.itemsize
+            self.n_tokens = last_start + int(self.sequence_lengths[-1])
         if self.n_tokens * self.dtype.itemsize > bin_bytes:
             raise DataError(
                 f"{bin_path}: {bin_bytes} bytes, but {self._idx_path.name} describes "
@@ -135,8 +166,8 @@ class IndexedDataset:
             self.stream = map_array(bin_path, self.dtype, (self.n_tokens,))
         self.span = range(self.n_tokens)
 
-    def _check_sequences(self) -> int:
-        """Checks lengths and pointers against each other; returns the number of tokens."""
+    def _check_sequences(self) -> None:
+        """Checks lengths and pointers against each other."""
         n_tokens = 0
         for first in range(0, len(self), _SLAB):
             lengths = self.sequence_lengths[first : first + _SLAB]
@@ -156,7 +187,6 @@ class IndexedDataset:
                     f"make {expected[at]}",
                 )
             n_tokens = int(ends[-1])
-        return n_tokens
 
     def _check_documents(self) -> None:
         previous = 0

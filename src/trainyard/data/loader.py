@@ -24,7 +24,6 @@ from numpy.typing import NDArray
 from trainyard.config import run as config
 from trainyard.data.corpus_order import SequenceSettings
 from trainyard.data.index_cache import IndexCache, Unread, describe_contents
-from trainyard.data.indexed import IndexedDataset
 from trainyard.data.order import (
     SPLITS,
     SequenceOrder,
@@ -224,7 +223,7 @@ def describe_data(run: config.Run) -> str:
         ConfigError: the run names no data.
         DataError: the data is missing or damaged.
     """
-    contents = [describe_contents(IndexedDataset(prefix).prefix) for prefix in data_prefixes(run)]
+    contents = [describe_contents(prefix) for prefix in data_prefixes(run)]
     return hashlib.sha256("\n".join(contents).encode()).hexdigest()
 
 
@@ -243,6 +242,5 @@ def data_fingerprint(run: config.Run) -> str:
         DataError: the data is missing or damaged.
     """
     cache = IndexCache(Path(run.data.cache_folder))
-    datasets = [IndexedDataset(prefix) for prefix in data_prefixes(run)]
-    checksums = [cache.fingerprint(dataset.prefix) for dataset in datasets]
+    checksums = [cache.fingerprint(prefix) for prefix in data_prefixes(run)]
     return hashlib.sha256("\n".join(checksums).encode()).hexdigest()

@@ -138,7 +138,7 @@ def build_order(
     blends = (blend, blend, blend) if isinstance(blend, Blend) else blend
     parts = (_WHOLE, _WHOLE, _WHOLE) if split is None else parse_split(split)
     prefixes = {prefix for split_blend in blends for prefix in split_blend.prefixes}
-    datasets = {prefix: IndexedDataset(prefix) for prefix in sorted(prefixes)}
+    datasets = {prefix: IndexedDataset(prefix, cache.trusted) for prefix in sorted(prefixes)}
     by_tokens = {prefix for prefix in datasets if splits_by_tokens(len(datasets[prefix]), parts)}
     for prefix in sorted(by_tokens)[:3]:
         count = len(datasets[prefix])

@@ -38,7 +38,7 @@ from trainyard.layout.resolve import resolve
 from trainyard.model.gpt import GPT
 from trainyard.parallel.mesh import build_mesh, choose_device, explain_device_errors
 from trainyard.parallel.model import ParallelModel
-from trainyard.parallel.placement import local_part, place
+from trainyard.parallel.placement import local_part
 from trainyard.parallel.start import gather_facts, start_ranks
 from trainyard.precision.block_scaled import torch_dtype
 from trainyard.precision.policy import use_onednn
@@ -130,7 +130,7 @@ def evaluated_run(run: Run, overrides: Sequence[str], n_ranks: int, kind: Precis
                 "give fields of parallel, such as parallel.tensor=2",
             )
     plain = {"train.batch_ramp": None, "train.compile": "never", "precision": Precision(kind=kind)}
-    run = change(run, plain)
+    run = change(run, {**plain, "parallel.reduce_format": "fp32"})
     if run.parallel.zero_stage < 3:  # without gradients, lower stages are alike
         run = change(run, {"parallel.zero_stage": 0, "parallel.data_replicate": 1})
     run = override_run(run, overrides)
@@ -205,10 +205,10 @@ def open_predictor(
 def _load_weights(trained: TrainedRun, model: ParallelModel) -> None:
     """Copies the weights of a checkpoint into this rank's part of the model."""
     tensors, placements = {}, {}
-    for each in model.local_parameters:
+    for each in model.saved_tensors:
         name = f"model.{each.name}"
         tensors[name] = local_part(each.parameter)
-        placements[name] = place(each.parameter, each.dimension, model.tensor_shard)
+        placements[name] = each.placement
     load_into(trained.checkpoint, tensors, trained.run.model.vocabulary_size, placements)
 
 

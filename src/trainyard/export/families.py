@@ -10,12 +10,15 @@
 They store all queries, then all keys, then all values, in one matrix or three; our rows interleave
 them by group, (S, H/S + 2, K), and gates and values of SwiGLU by feature, (F, 2). GPT-2 stores
 matrices as (in, out), the others as (out, in), like ours. GPTNeoXForCausalLM stores rows of queries,
-keys and values like ours. None has padding rows of the vocabulary.
+keys and values like ours. None has padding rows of the vocabulary. Olmoe, Qwen3Moe and
+MixtralForCausalLM store each matrix of each expert:
+
+    blocks.N.mlp.experts.up.weight, (E, 2, F, D)    model.layers.N.mlp.experts.E.gate_proj.weight,
+                                                    up_proj.weight; of Mixtral w1, w3
 """  # noqa: E501
 
 from __future__ import annotations
 
-import json
 import re
 import tomllib
 from collections.abc import Mapping, Sequence
@@ -27,6 +30,7 @@ from typing import Annotated, Any, Literal, Self
 import torch
 import torch.nn.functional as F
 from pydantic import (
+    AfterValidator,
     BaseModel,
     ConfigDict,
     Field,
@@ -41,6 +45,7 @@ from trainyard.architecture import Shape, find_layer
 from trainyard.checkpoint.format import first_problem
 from trainyard.config.rules import NEAREST
 from trainyard.config.run import Model
+from trainyard.config.section import as_toml
 from trainyard.errors import CheckpointError, ConfigError
 from trainyard.files import parse_json
 
@@ -57,6 +62,12 @@ _OTHER_HEADS = {"d_head": "d_model / n_heads"}
 _ONLY_FOR_TRAINING = (
     *("vocabulary_multiple", "dropout"),
     *("attention_within_documents", "end_of_document_id"),  # without effect on one document
+    *("balance_coefficient", "router_z_loss"),
+    *("parametrization", "base_d_model", "base_n_layers", "base_d_expert"),  # in the weights
+)
+_OF_EXPERTS = (
+    *("n_active_experts", "d_expert", "n_shared_experts", "n_dense_blocks", "balance"),
+    *("router", "router_normalized", "router_scale", "n_expert_groups", "n_active_groups"),
 )
 
 
@@ -156,7 +167,9 @@ class Family:
         for theirs, ours in self.fields.items():
             if config[theirs] is not None:
                 fields.setdefault(ours, config[theirs])
-        fields.setdefault("d_ff", 4 * fields["d_model"])  # GPT-2's n_inner
+        fields.setdefault("d_ff", fields.get("d_expert", 4 * fields["d_model"]))  # GPT-2's n_inner
+        if "n_dense_blocks" in fields:
+            fields["n_dense_blocks"] = len(fields["n_dense_blocks"])
         if scaling := fields.get("rotary_scaling"):
             fields["rotary_scaling"] = scaling.model_dump(exclude={"rope_type"})
         return Model(**fields, **self.parts)
@@ -168,6 +181,7 @@ class Family:
             ValidationError: no model of this family has such heads.
         """
         values = model.model_dump()
+        values["n_dense_blocks"] = list(range(values["n_dense_blocks"]))
         fields = {theirs: values[ours] for theirs, ours in self.fields.items()}
         config = self.config.model_validate(fields, context=self)
         return {"architectures": [self.architecture], **config.model_dump(by_alias=True)}
@@ -178,24 +192,35 @@ class Family:
             again = self.model_of(self.config_of(model))
         except ValidationError:
             return _OTHER_HEADS
-        unused = ("rotary_base",) if model.positions == "learned" else ()
+        unused = {
+            "rotary_base": model.positions == "learned",
+            "d_ff": model.n_experts and not model.n_dense_blocks,
+            "balance": model.balance != "bias",
+            **dict.fromkeys(_OF_EXPERTS * (not model.n_experts), True),
+        }
         return {
             name: getattr(again, name)
             for name, value in model
-            if name not in (*_ONLY_FOR_TRAINING, *unused) and value != getattr(again, name)
+            if name not in _ONLY_FOR_TRAINING
+            and not unused.get(name)
+            and value != getattr(again, name)
         }
 
-    def their_names(self, name: str) -> list[str]:
-        """Translates a parameter's name to those of its parts."""
+    def their_names(self, name: str, n_experts: int = 0) -> list[str]:
+        """Translates a parameter's name to those of its parts: all of an expert, then the next."""
         layer, _, kind = name.rpartition(".")
         number = re.match(r"blocks\.([0-9]+)", layer)
         theirs = self.names[re.sub(r"^blocks\.[0-9]+", "blocks.N", layer)]
         names = theirs.replace(".N.", f".{number[1]}.") if number else theirs
+        if ".E." in names:
+            names = " ".join(names.replace(".E.", f".{each}.") for each in range(n_experts))
         return [f"{part}.{kind}" for part in names.split()]
 
     def their_shapes(self, name: str, shape: Shape, model: Model) -> dict[str, Shape]:
         """Maps the names of our parameter's parts to their shapes."""
-        names = self.their_names(name)
+        names = self.their_names(name, model.n_experts)
+        if find_layer(model, name).kind == "experts":
+            return dict.fromkeys(names, shape[-2:])
         groups, sizes = self._row_parts(name, shape[0], model)
         n_rows = [groups * size for size in sizes]
         n_rows = n_rows if len(names) > 1 else [sum(n_rows)]
@@ -204,7 +229,9 @@ class Family:
 
     def to_theirs(self, name: str, tensor: Tensor, model: Model) -> dict[str, Tensor]:
         """Converts our parameter to its parts; views if possible."""
-        names = self.their_names(name)
+        names = self.their_names(name, model.n_experts)
+        if find_layer(model, name).kind == "experts":
+            return dict(zip(names, tensor.flatten(0, -3), strict=True))
         groups, sizes = self._row_parts(name, len(tensor), model)
         rows = _group(tensor[: groups * sum(sizes)], groups)
         parts = [part.flatten(0, 1) for part in torch.split_with_sizes(rows, sizes, 1)]
@@ -226,6 +253,8 @@ class Family:
             n_rows: of embedding and head; those above the vocabulary are zero.
         """
         layer = find_layer(model, name)
+        if layer.kind == "experts":
+            return torch.stack([*parts]).view(layer.weight)
         if layer.sharding == "vocabulary":
             return F.pad(parts[0], (0, 0, 0, n_rows - len(parts[0])))
         if self._is_transposed(name, model):
@@ -253,6 +282,12 @@ def _group(tensor: Tensor, groups: int) -> Tensor:
     return tensor.reshape(groups, -1, *tensor.shape[1:])
 
 
+def _require_first(blocks: list[int]) -> list[int]:
+    if sorted({*blocks}) != [*range(len(blocks))]:
+        raise ValueError("only the first blocks can be without experts: [0, 1, ..]")
+    return blocks
+
+
 def _type_of(key: Any) -> Any:
     """Returns the type and the default of a key, as pydantic takes them."""
     if isinstance(key, str):
@@ -266,9 +301,11 @@ def _type_of(key: Any) -> Any:
         kind = None
     elif key.get("ours") == "rotary_scaling":
         kind = _Scaling | None
+    elif key.get("ours") == "n_dense_blocks":
+        kind = Annotated[list[int], AfterValidator(_require_first)] | None
     elif "ours" in key:
         ours = Model.model_fields[key["ours"]]
-        kind = Annotated[ours.annotation, Field(), *ours.metadata]
+        kind = Annotated[ours.annotation, *ours.metadata, Field(ge=key.get("least"))]
         kind = kind | None if "absent" in key else kind
     return kind, Field(default=default, exclude="unwritten" in key)
 
@@ -299,13 +336,9 @@ def find_family(model: Model, families: Sequence[Family] = FAMILIES) -> Family:
     if misfits:
         lacks = ", ".join(f"model.{name}={getattr(model, name)!r}" for name in misfits)
         other = f", the nearest of {SUPPORTED}," if len(families) > 1 else ""
-        works = " ".join(f"model.{name}={_as_toml(value)}" for name, value in misfits.items())
+        works = " ".join(f"model.{name}={as_toml(value)}" for name, value in misfits.items())
         raise ConfigError(f"{family.architecture}{other} has no {lacks}", f"{NEAREST}{works}")
     return family
-
-
-def _as_toml(value: object) -> str:
-    return json.dumps("none" if value is None else value)
 
 
 def read_config(text: bytes, place: str) -> tuple[Family, Model]:

@@ -4,13 +4,19 @@ from __future__ import annotations
 
 import re
 import tomllib
+from contextlib import suppress
+from fnmatch import fnmatchcase
+from functools import cache
 from importlib import resources
+from itertools import chain
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from trainyard.errors import CheckpointError
 
 Source = Literal["huggingface", "megatron", "megatron-args"]
+KINDS = ("field", "rule", "same", "none", "saved", "refused", "refused-flag")
+"""Kinds of Megatron's flags."""
 _SCRIPT = r"^\S+\.(sh|bash|sbatch|slurm|pbs)(\s|$)|\s--\w"
 _MEGATRON = ("latest_checkpointed_iteration.txt", "latest", "mp_rank_*", "layer_*-model_states.pt")
 
@@ -52,3 +58,48 @@ def recognize(source: str) -> Source:
     raise CheckpointError(
         f"no folder {source}", f"for a model of the Hub: hf download {name} --local-dir FOLDER"
     )
+
+
+@cache
+def flag_table() -> dict[str, dict[str, Any]]:
+    """Reads the table of flags: kind (field, rule, set, default, value, same, ...) to flags."""
+    path = resources.files("trainyard.config") / "megatron_flags.toml"
+    table = tomllib.loads(path.read_text(encoding="utf-8"))
+    for kind, texts in table.pop("names").items():
+        more = {name: text for text, names in texts.items() for name in names.split()}
+        table[kind] = table.get(kind, {}) | more
+    return table
+
+
+@cache
+def classify(flag: str) -> tuple[str, str]:
+    """Returns the kind of a flag (one of KINDS, or "") and its field or reason."""
+    names = dict.fromkeys((flag, re.sub("^disable-", "no-", flag)))
+    entries = [(kind, *entry) for kind in KINDS for entry in flag_table()[kind].items()]
+    exact = ((kind, text) for name in names for kind, entry, text in entries if entry == name)
+    close = ((k, text) for name in names for k, entry, text in entries if fnmatchcase(name, entry))
+    return next(chain(exact, close), ("", ""))
+
+
+def refusal(argument: str, value: object) -> str:
+    """Returns why a checkpoint with this saved argument is refused, or "".
+
+    Of the arguments that change what a model computes: all that are not read have Megatron's
+    default. A name that Megatron lacks is one of them, unless it is off.
+    """
+    flag = argument.replace("_", "-")
+    names = (flag, f"no-{flag}", f"disable-{flag}")
+    kind, reason = next(filter(any, map(classify, names)), ("", "unknown to Megatron"))
+    if kind not in ("", "refused") or is_default(flag, value):
+        return ""
+    return reason
+
+
+def is_default(flag: str, value: object) -> bool:
+    """Whether a value is the one of Megatron where the flag is absent."""
+    default = flag_table()["default"].get(flag)
+    if value is None or value is False or value == []:
+        return default is None or value is None
+    with suppress(TypeError, ValueError, OverflowError):
+        return float(value) == float(default)  # type: ignore[arg-type]
+    return str(value) == default

@@ -10,8 +10,9 @@
       mp_rank_00_001/model_optim_rng.pt                 layer_02-model_00-model_states.pt ...
 
 Files form a grid of tensor ranks and consecutive pieces of the model: pipeline stages, chunks of
-virtual stages, or single layers. Only weights are read; optimizer states are sharded in too many
-ways, and start from zero.
+virtual stages, or single layers. Expert ranks add a last number, mp_rank_00_000_001, or, without
+stages, mp_rank_00_001; beside their own experts they repeat the rest. Only weights are read;
+optimizer states are sharded in too many ways, and start from zero.
 
 Names of tensors, their parts on one of t tensor ranks, and ours:
 
@@ -34,16 +35,23 @@ K features each:
                        2.0 on (H/t, 3, K), as ours; of groups (S/t, H/S + 2, K), as ours
 
 SwiGLU has (2, F/t) rows on a tensor rank, all its gates and then its values; ours are (F/t, 2).
+
+Expert i of the n on expert rank e is our expert e n + i. Of each:
+
+    blocks.0.mlp.experts.up.weight[i]    layers.0.mlp.experts.linear_fc1.weight1  (2F/t, D)
+    blocks.0.mlp.experts.down.weight[i]  layers.0.mlp.experts.linear_fc2.weight1  (D, F/t)
+      or                                 layers.0.mlp.experts.local_experts.1.linear_fc1.weight
 """
 
 from __future__ import annotations
 
 import itertools
 import logging
+import math
 import re
 import tomllib
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
 from functools import cache
 from importlib import resources
 from pathlib import Path
@@ -53,12 +61,12 @@ import torch
 from pydantic import ValidationError
 from torch import Tensor
 
-from trainyard.architecture import LayerSpec, find_layer, shapes_of, stage_layers
+from trainyard.architecture import LayerSpec, Shape, find_layer, parameters_of, stage_layers
 from trainyard.checkpoint.format import first_problem
 from trainyard.config.run import Model
 from trainyard.errors import CheckpointError, ConfigError
-from trainyard.export.foreign import refuse_foreign
-from trainyard.export.megatron_flags import Conversion, classify, flag_table, nest, refusal
+from trainyard.export.foreign import classify, flag_table, refusal, refuse_foreign
+from trainyard.export.megatron_flags import Conversion, nest
 from trainyard.export.run_folder import load_fitting, require_new, write_run_folder
 from trainyard.export.torch_file import Contents, TensorInFile, open_torch_file
 from trainyard.files import open_file
@@ -68,7 +76,7 @@ logger = logging.getLogger("trainyard")
 _NAME_LIMIT_BYTES = 200
 _WHOLE = "copy the whole folder of one checkpoint"
 _RANKS = re.compile(
-    r"mp_rank_(?P<rank>[0-9]{2,4})(?:_(?P<piece>[0-9]{3,4}))?(?P<expert>_[0-9]{3,4})?"
+    r"mp_rank_(?P<rank>[0-9]{2,4})(?:_(?P<piece>[0-9]{3,4}))?(?:_(?P<expert>[0-9]{3,4}))?"
 )
 _LAYERS = re.compile(
     r"layer_(?P<piece>[0-9]{2,5})(?:-model_(?P<rank>[0-9]{2,4}))?-model_states\.pt"
@@ -76,12 +84,13 @@ _LAYERS = re.compile(
 _RANKS_OF_DEEPSPEED = re.compile(r"mp_rank_(?P<rank>[0-9]{2,4})_model_states\.pt")
 _OTHER_MODEL = "its arguments and its weights must belong together"
 _VERSIONS = (0, 1, 2, 3)
-_NO_WEIGHTS = ("_extra_state", "rotary_pos_emb.inv_freq")
-"""State of fp8, and what follows from `rotary_base`."""
+_NO_WEIGHTS = ("_extra_state", "rotary_pos_emb.inv_freq", ".local_tokens_per_expert")
+"""State of fp8, what follows from `rotary_base`, and a count of the last step."""
 _WRAPPERS = re.compile(
     r"((model[0-9]*|module|language_model|embedding|encoder|transformer|decoder)\.)*"
 )
-_LAYER = re.compile(r"layers\.([0-9]{1,6})\.(.+)[._](weight|bias)")
+_LAYER = re.compile(r"layers\.([0-9]{1,6})\.(.+?)[._](weight|bias|expert_bias)([0-9]{0,6})")
+_LOCAL_EXPERT = re.compile(r"\.local_experts\.([0-9]{1,6})\.(.+\.(?:weight|bias))$")
 _OTHER = re.compile(r"([a-z_]+)\.(weight|bias)")
 _GPT2_VOCABULARY_SIZE = 50257
 
@@ -97,7 +106,10 @@ def name_tables() -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class _Grid:
-    """The files of a checkpoint: a row per piece of the model, with one file per rank."""
+    """The files of a checkpoint: a row per piece of the model, with one file per rank.
+
+    The tensor ranks of each expert rank are neighbours in a row.
+    """
 
     folder: Path
     settings: Path
@@ -105,6 +117,12 @@ class _Grid:
     files: list[list[Path]]
     of_layers: bool = False
     """Whether each file holds one layer, without its number in tensor names."""
+    n_expert_ranks: int = 1
+
+    @property
+    def tensor(self) -> int:
+        """Number of tensor ranks."""
+        return len(self.files[0]) // self.n_expert_ranks
 
     def full_name(self, name: str) -> str:
         """Returns a tensor's name with the place in the model that its file has."""
@@ -142,10 +160,11 @@ def import_megatron(folder: Path, output: Path, tokenizer: str = "") -> Path:
     require_new(output)
     grid = _find_grid(folder)
     settings, contents = _describe(grid)
+    grid = _tell_expert_ranks(grid, settings.arguments)
     fields, notes = read_arguments(settings.arguments, str(grid.settings))
     version = _version(settings, grid)
-    sources = _name_tensors(grid, contents, fields["model.n_layers"])
-    tensor = len(grid.files[0])
+    sources = _name_tensors(grid, contents, fields)
+    tensor = grid.tensor
     n_rows_theirs = tensor * next(iter(sources["embedding.weight"][0].tensor.shape), 0)
     vocabulary_size = vocabulary_size_of(settings.arguments, n_rows_theirs, tensor)
     if vocabulary_size is None:
@@ -180,25 +199,36 @@ class _Weights:
 
     def make(self, name: str) -> Tensor:
         """Assembles a parameter from the shards of all tensor ranks, in fp32."""
-        sources = self.sources[name]
         layer = find_layer(self.model, name)
         parameter = layer.parameters[name]
-        whole, dimension = torch.zeros(parameter.shape), parameter.dimension
-        if dimension is None:
-            return whole.copy_(sources[0].read())
+        whole = torch.zeros(parameter.shape)
+        if parameter.dimension is None:
+            return whole.copy_(self.sources[name][0].read())
+        if parameter.of_experts:
+            for number, expert in enumerate(whole):
+                shards = self.sources[f"{name}.{number}"]
+                self._fill(expert, shards, layer, parameter.dimension - 1)
+        else:
+            self._fill(whole, self.sources[name], layer, parameter.dimension)
+        return whole
+
+    def _fill(
+        self, whole: Tensor, sources: list[TensorInFile], layer: LayerSpec, dimension: int
+    ) -> None:
+        """Copies the shards of all tensor ranks side by side along a dimension, in our order."""
         start = 0
-        end = self.model.vocabulary_size if layer.sharding == "vocabulary" else len(whole)
-        limit = end if dimension == 0 else whole.shape[dimension]
+        is_padded = layer.sharding == "vocabulary"
+        limit = self.model.vocabulary_size if is_padded else whole.shape[dimension]
         for source in sources:
             part = source.read()
             if layer.fused[1]:
                 part = our_row_order(part, layer, self.version, len(sources))
+            part = part.reshape(*whole.shape[:dimension], -1, *whole.shape[dimension + 1 :])
             length = max(0, min(part.shape[dimension], limit - start))
             whole.narrow(dimension, min(start, limit), length).copy_(
                 part.narrow(dimension, 0, length)
             )
             start += part.shape[dimension]
-        return whole
 
     def require_equal_head(self) -> None:
         """Checks that the last stage's tied embedding equals the first's."""
@@ -218,14 +248,31 @@ def _find_grid(path: Path) -> _Grid:
     if not folder.is_dir():
         raise CheckpointError(f"no folder {folder}", "name the folder that Megatron saved to")
     for pattern in (_RANKS, _LAYERS, _RANKS_OF_DEEPSPEED):
-        if rows := _find_rows(folder, pattern):
-            settings = folder / "mp_rank_00_model_states.pt" if pattern is _LAYERS else rows[0][0]
-            return _Grid(folder, settings, rows, of_layers=pattern is _LAYERS)
+        rows, n_expert_ranks = _find_rows(folder, pattern)
+        if rows:
+            of_layers = pattern is _LAYERS
+            settings = folder / "mp_rank_00_model_states.pt" if of_layers else rows[0][0]
+            return _Grid(folder, settings, rows, of_layers, n_expert_ranks)
     refuse_foreign(folder)
     raise CheckpointError(
         f"{folder} has neither mp_rank_00/model_optim_rng.pt nor mp_rank_00_model_states.pt",
         "name the folder that Megatron-LM or Megatron-DeepSpeed saved to",
     )
+
+
+def _tell_expert_ranks(grid: _Grid, arguments: Mapping[str, Any]) -> _Grid:
+    """Takes files for those of expert ranks, if not of stages: one number may mean either."""
+    n_ranks = arguments.get("expert_model_parallel_size") or 1
+    if n_ranks == grid.n_expert_ranks:
+        return grid
+    found = len(grid.files) if grid.n_expert_ranks == 1 else grid.n_expert_ranks
+    if n_ranks != found:
+        raise CheckpointError(
+            f"{grid.folder} has files of {found} expert ranks or stages; "
+            f"args.expert_model_parallel_size is {n_ranks!r:.200}",
+            _WHOLE,
+        )
+    return replace(grid, files=[[path for row in grid.files for path in row]], n_expert_ranks=found)
 
 
 def _newest(path: Path) -> Path:
@@ -248,19 +295,19 @@ def _newest(path: Path) -> Path:
     return path
 
 
-def _find_rows(folder: Path, pattern: re.Pattern[str]) -> list[list[Path]]:
-    """Finds files, in rows by piece of the model and tensor rank; none if there are none."""
-    found: dict[tuple[int, int], Path] = {}
+def _find_rows(folder: Path, pattern: re.Pattern[str]) -> tuple[list[list[Path]], int]:
+    """Finds files, in rows by piece of the model, and counts expert ranks; none if there are none.
+
+    The files of a row are in order of expert ranks and then of tensor ranks.
+    """
+    found: dict[tuple[int, int, int], Path] = {}
     for path in sorted(folder.iterdir()):
         match = pattern.fullmatch(path.name)
         if match is None or path.is_dir() is not (pattern is _RANKS):
             continue
         numbers = match.groupdict()
-        if numbers.get("expert"):
-            raise CheckpointError(
-                f"{path} is from an expert rank; our models have no experts", "import a dense GPT"
-            )
-        key = (int(numbers.get("piece") or 0), int(numbers["rank"] or 0))
+        piece, expert, rank = (int(numbers.get(key) or 0) for key in ("piece", "expert", "rank"))
+        key = (piece, expert, rank)
         if key in found:
             raise CheckpointError(f"{path} and {found[key]} are from the same rank", _WHOLE)
         if pattern is _RANKS:
@@ -268,19 +315,22 @@ def _find_rows(folder: Path, pattern: re.Pattern[str]) -> list[list[Path]]:
             is_other = without_optimizer.exists() and not usual.exists()
             path = without_optimizer if is_other else usual
         found[key] = path
-    pieces = sorted({piece for piece, _ in found})
-    ranks = range(1 + max((rank for _, rank in found), default=-1))
-    for piece, rank in itertools.product(pieces, ranks):
-        if (piece, rank) not in found:
+    pieces = sorted({piece for piece, _, _ in found})
+    experts = range(1 + max((expert for _, expert, _ in found), default=-1))
+    ranks = range(1 + max((rank for _, _, rank in found), default=-1))
+    for key in itertools.product(pieces, experts, ranks):
+        if key not in found:
+            of_expert = f", expert rank {key[1]}" if len(experts) > 1 else ""
             raise CheckpointError(
-                f"{folder} has no file of tensor rank {rank}, pipeline stage or layer {piece}, "
-                f"but of {len(found)} others",
+                f"{folder} has no file of tensor rank {key[2]}, pipeline stage or layer {key[0]}"
+                f"{of_expert}, but of {len(found)} others",
                 _WHOLE,
             )
     if pattern is not _LAYERS and pieces != [*range(len(pieces))]:
         problem = f"{folder} lacks some of its {len(pieces)} pipeline stages"
         raise CheckpointError(problem, _WHOLE)
-    return [[found[piece, rank] for rank in ranks] for piece in pieces]
+    rows = [[found[piece, e, rank] for e in experts for rank in ranks] for piece in pieces]
+    return rows, len(experts)
 
 
 def _describe(grid: _Grid) -> tuple[Contents, dict[Path, Contents]]:
@@ -309,11 +359,14 @@ def _version(settings: Contents, grid: _Grid) -> float:
     return float(version)
 
 
-def _name_tensors(grid: _Grid, contents: Mapping[Path, Contents], n_layers: int) -> _Sources:
+def _name_tensors(
+    grid: _Grid, contents: Mapping[Path, Contents], fields: Mapping[str, Any]
+) -> _Sources:
     """Maps every tensor to our name, with layers numbered through the whole model."""
     sources: _Sources = {}
     first_block = 0
-    for paths, ranks in _pieces(grid, contents):
+    n_layers, n_experts = fields["model.n_layers"], fields.get("model.n_experts", 0)
+    for paths, ranks in _pieces(grid, contents, n_experts // grid.n_expert_ranks):
         if any(other.keys() != ranks[0].keys() for other in ranks):
             raise CheckpointError(f"{paths[0]} and {paths[-1]} hold different tensors", _WHOLE)
         n_blocks = 0
@@ -337,24 +390,30 @@ def _name_tensors(grid: _Grid, contents: Mapping[Path, Contents], n_layers: int)
 
 
 def _pieces(
-    grid: _Grid, contents: Mapping[Path, Contents]
+    grid: _Grid, contents: Mapping[Path, Contents], n_experts: int
 ) -> list[tuple[list[Path], list[_Piece]]]:
-    """Lists the pieces of the model, in order: the file and the tensors of each tensor rank."""
+    """Lists the pieces of the model, in order: the file and the tensors of each tensor rank.
+
+    `n_experts` are those of each expert rank.
+    """
     pieces: dict[tuple[int, int], list[_Piece]] = {}
     for index, row in enumerate(grid.files):
-        for rank, path in enumerate(row):
+        for place, path in enumerate(row):
+            expert_rank, rank = divmod(place, grid.tensor)
             for name, tensor in contents[path].tensors.items():
                 if name.endswith(_NO_WEIGHTS):
                     continue
                 chunk = re.match(r"model([0-9]+)\.", name)
                 key = (int(chunk[1]) if chunk else 0, index)
-                piece = pieces.setdefault(key, [{} for _ in row])[rank]
-                ours = our_name(grid.full_name(name))
+                piece = pieces.setdefault(key, [{} for _ in range(grid.tensor)])[rank]
+                ours = our_name(grid.full_name(name), expert_rank * n_experts)
+                if expert_rank and ours in piece and ".experts." not in ours:
+                    continue  # the same on all expert ranks
                 if ours is None or ours in piece:
                     which = "which our GPT lacks" if ours is None else f"a second one for {ours}"
                     raise CheckpointError(
                         f"{tensor.file} has the tensor {name!r}, {which}",
-                        "its model computes something that ours does not",
+                        "its model differs, or the kind of its experts: TEGroupedMLP is read",
                     )
                 piece[ours] = tensor
     return [(grid.files[key[1]], pieces[key]) for key in sorted(pieces)]
@@ -362,15 +421,17 @@ def _pieces(
 
 def _check_tensors(sources: _Sources, model: Model, n_rows: int, grid: _Grid) -> None:
     """Checks names and shapes against the model before writing."""
-    tensor = len(grid.files[0])
-    if model.most_tensor_ranks % tensor:
+    tensor = grid.tensor
+    d_expert = model.d_expert if model.n_experts else model.d_ff
+    if model.d_ff % tensor or d_expert % tensor or not model.shards_heads(tensor):
         raise CheckpointError(
-            f"{grid.folder} has {tensor} tensor ranks, which do not divide "
-            f"{model.most_tensor_ranks}, the most that can split its heads and features",
+            f"{grid.folder} has {tensor} tensor ranks, which cannot split its heads and features "
+            "equally",
             _OTHER_MODEL,
         )
-    wanted = shapes_of(stage_layers(model, n_rows, tensor=tensor))
-    for name, shape in wanted.items():
+    known = {"head.weight"} if model.tied_embeddings else set()
+    for name, shape in _shapes(model, n_rows, tensor):
+        known.add(name)
         if name not in sources:
             raise CheckpointError(f"{grid.folder} has no tensor for {name}", _OTHER_MODEL)
         for source in sources[name]:
@@ -380,10 +441,19 @@ def _check_tensors(sources: _Sources, model: Model, n_rows: int, grid: _Grid) ->
                     f"its arguments say {list(shape)}",
                     _OTHER_MODEL,
                 )
-    copies = {"head.weight"} if model.tied_embeddings else set()
-    unknown = sorted(sources.keys() - wanted.keys() - copies)
-    if unknown:
+    if unknown := sorted(sources.keys() - known):
         raise CheckpointError(f"{grid.folder} has an extra {unknown[0]}", _OTHER_MODEL)
+
+
+def _shapes(model: Model, n_rows: int, tensor: int) -> Iterator[tuple[str, Shape]]:
+    """Lists names and shapes of what one of some tensor ranks has, each expert by itself."""
+    layers = stage_layers(model, n_rows, tensor=tensor)
+    for name, parameter in parameters_of(layers).items():
+        n_experts, *of_one = parameter.shape
+        if not parameter.of_experts:
+            yield name, parameter.shape
+        for number in range(n_experts if parameter.of_experts else 0):
+            yield f"{name}.{number}", (math.prod(of_one[:-1]), of_one[-1])
 
 
 def flag_of(argument: str) -> str:
@@ -410,15 +480,21 @@ def read_arguments(given: Mapping[str, Any], place: str) -> tuple[dict[str, Any]
             if (words := _words(name, value)) is not None
         }
         _check_together(given)
+        loss = flags.get("moe-aux-loss-coeff", ["0"])[0]
+        has_both = "moe-router-enable-expert-bias" in flags and loss not in ("0", "0.0")
+        flags |= {"moe-aux-loss-coeff": ["0"]} if has_both else {}
         flags["attention-dropout"] = flags.setdefault("hidden-dropout", ["0.1"])
         conversion = Conversion(flags, {})
         fields = conversion.read_model()
     except ConfigError as error:
         raise CheckpointError(
-            f"{place} is not a GPT that can be imported: {error.problem}", error.hint
+            f"{place} is not a GPT that can be imported: {error.problem}",
+            error.hint or _OTHER_MODEL,
         ) from None
     if "model.positions" not in fields:
         fields.pop("model.rotary_base", None)
+    if has_both:
+        conversion.notes.append(f"moe_aux_loss_coeff is {loss}; model.balance is the bias alone")
     dropout, of_attention = fields["model.dropout"], given.get("attention_dropout")
     if of_attention not in (None, dropout):
         conversion.notes.append(
@@ -430,6 +506,7 @@ def read_arguments(given: Mapping[str, Any], place: str) -> tuple[dict[str, Any]
 def _words(name: str, value: Any) -> list[str] | None:
     """Returns the words after the flag of a saved argument; None if the flag is absent."""
     flag = flag_of(name)
+    value = value[0] if isinstance(value, list) and len(value) == 1 else value
     reason = "" if flag else refusal(name, value)
     text = _ENUMERATION.sub("absolute", str(value))
     accepted = flag_table()["value"].get(flag)
@@ -449,11 +526,11 @@ def _words(name: str, value: Any) -> list[str] | None:
 
 def _check_together(given: Mapping[str, Any]) -> None:
     """Checks arguments that depend on others, beside those of `Conversion`."""
-    experts, heads = given.get("num_experts"), given.get("num_attention_heads")
+    heads, tensor = given.get("num_attention_heads"), given.get("tensor_model_parallel_size")
     bases = [given[name] for name in ("rotary_base", "rope_theta") if given.get(name)]
     has_other_gelu = not given.get("bias_gelu_fusion", True) and not given.get("openai_gelu")
-    counts = experts if isinstance(experts, list) else [experts]
     key_heads = given.get("num_key_value_heads")
+    of_experts = given.get("expert_tensor_parallel_size")
     problems = {
         "group_query_attention without num_query_groups": given.get("group_query_attention")
         and not given.get("num_query_groups"),
@@ -461,8 +538,8 @@ def _check_together(given: Mapping[str, Any]) -> None:
         "approximation, as with either option": has_other_gelu and not given.get("swiglu"),
         f"rotary_base and rope_theta are {bases}": bases[1:] not in ([], bases[:1]),
         f"num_key_value_heads={key_heads} are not {heads}": key_heads not in (None, heads),
-        f"num_experts={experts}; our models have no experts": any(
-            count not in (None, 0, 1) for count in counts
+        f"expert_tensor_parallel_size={of_experts} is not {tensor}, as of tensor ranks": (
+            given.get("num_experts") and of_experts not in (None, tensor)
         ),
     }
     for problem, is_found in problems.items():
@@ -471,29 +548,18 @@ def _check_together(given: Mapping[str, Any]) -> None:
 
 
 def build_model(fields: Mapping[str, Any], vocabulary_size: int, place: str) -> Model:
-    """Builds the model section of a run.
-
-    Raises:
-        CheckpointError: the values are invalid.
-    """
+    """Builds the model section of a run, or refuses the values with a CheckpointError."""
     tables = nest({**fields, "model.vocabulary_size": vocabulary_size})
     try:
         return Model(**tables["model"])
     except ValidationError as error:
         raise CheckpointError(
-            f"{place} is not a GPT that can be imported: {first_problem(error)}",
-            "its arguments and its weights must belong together",
+            f"{place} is not a GPT that can be imported: {first_problem(error)}", _OTHER_MODEL
         ) from None
 
 
 def vocabulary_size_of(arguments: Mapping[str, Any], n_rows: int, tensor: int) -> int | None:
-    """Finds the number of embedding rows with tokens; None if unknown.
-
-    Args:
-        arguments: theirs.
-        n_rows: of the whole embedding.
-        tensor: tensor ranks that it was padded for.
-    """
+    """Finds how many of all embedding rows, padded for `tensor` ranks, have tokens, if known."""
     size, tokenizer = arguments.get("vocab_size"), arguments.get("tokenizer_type")
     multiple = arguments.get("make_vocab_size_divisible_by", 128)
     if size is None and tokenizer == "GPT2BPETokenizer":
@@ -504,34 +570,30 @@ def vocabulary_size_of(arguments: Mapping[str, Any], n_rows: int, tensor: int) -
     return size if n_rows - multiple * tensor < size <= n_rows else None
 
 
-def our_name(name: str) -> str | None:
+def our_name(name: str, first_expert: int = 0) -> str | None:
     """Translates a parameter's name, `layers.0.mlp.dense_h_to_4h.bias` is `blocks.0.mlp.up.bias`.
 
-    Keeps the layer number. None if our models lack the parameter.
+    Keeps the layer number; that of an expert, counted from `first_expert`, comes last. None if our
+    models lack the parameter.
     """
     tables = name_tables()
     name = name[_WRAPPERS.match(name).end() :]  # type: ignore[union-attr]  # it matches ""
-    if match := _LAYER.fullmatch(name):
-        number, part, kind = match.groups()
+    if match := _LAYER.fullmatch(_LOCAL_EXPERT.sub(r".\2\1", name)):
+        number, part, kind, expert = match.groups()
         ours = {**tables["block"], **tables["block_of_core"]}.get(part)
-        return f"blocks.{int(number)}.{ours}.{kind}" if ours else None
+        kind = "balance" if kind == "expert_bias" else kind
+        last = f".{int(expert) + first_expert}" if expert else ""
+        return f"blocks.{int(number)}.{ours}.{kind}{last}" if ours else None
     match = _OTHER.fullmatch(name)
     ours = tables["outside"].get(match[1]) if match else None
     return f"{ours}.{match[2]}" if match and ours else None
 
 
 def our_row_order(part: Tensor, layer: LayerSpec, version: float, tensor: int) -> Tensor:
-    """Reorders the rows of a fused layer, from one of some tensor ranks, as ours are.
-
-    Args:
-        part: weight or bias.
-        layer: ours, whole.
-        version: the checkpoint_version.
-        tensor: ranks.
-    """
+    """Reorders rows of a fused layer, whole in `layer`, as ours are, from one of `tensor` ranks."""
     n_groups, rows = layer.fused
     sizes = n_groups // tensor, rows[0]
-    if version == 0 or layer.name.endswith("mlp.up"):
+    if version == 0 or layer.name.endswith(".up"):
         return part.reshape(len(rows), *sizes, -1).transpose(0, 1).reshape(part.shape)
     if version == 1:
         return part.reshape(*sizes, len(rows), -1).transpose(1, 2).reshape(part.shape)

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from trainyard.architecture import Shape, padded_vocabulary_size, parameter_shapes
+from trainyard.architecture import Shape, find_layer, padded_vocabulary_size, parameter_shapes
 from trainyard.checkpoint.format import OLDER_IS_KEPT, Manifest, read_manifest
 from trainyard.checkpoint.load import build_model_from_checkpoint, load_into, load_tokenizer_copy
 from trainyard.checkpoint.shard import DTYPES, Values, read_header, read_values, split_in_shards
@@ -95,6 +95,8 @@ def export_huggingface(
         tensor = torch.empty(stored.shape, dtype=DTYPES[stored.dtype])
         size = run.model.vocabulary_size
         load_into(checkpoint, {f"model.{name}": tensor}, size, manifest=manifest)
+        share = find_layer(run.model, name).multipliers.output
+        tensor = tensor if share == 1 else tensor * share
         return family.to_theirs(name, tensor, run.model)
 
     vocabulary = _find_vocabulary(checkpoint, manifest)

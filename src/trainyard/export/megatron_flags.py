@@ -10,15 +10,10 @@ from __future__ import annotations
 import difflib
 import json
 import re
-import tomllib
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from decimal import Decimal, InvalidOperation
-from fnmatch import fnmatchcase
-from functools import cache
-from importlib import resources
-from itertools import chain
 from pathlib import Path, PurePath
 from typing import Any
 
@@ -28,15 +23,17 @@ from pydantic import ValidationError
 from trainyard.config.load import build_run, explain_problems, parse_toml
 from trainyard.config.run import Run
 from trainyard.errors import ConfigError
+from trainyard.export.foreign import KINDS, classify, flag_table, is_default
 from trainyard.export.shell_script import UNRESOLVED, dropped_lines, read_command, split_command
 from trainyard.files import SETTINGS_LIMIT_BYTES, read_file
 
 OF_A_MODEL = ("num-layers", "hidden-size", "num-attention-heads", "seq-length")
 REQUIRED = (*OF_A_MODEL, "lr", "micro-batch-size", "global-batch-size")
 SPLITS = ("train", "valid", "test")
-KINDS = ("field", "rule", "same", "none", "saved", "refused", "refused-flag")
 UNITS = {"iters": "steps", "samples": "sequences", "tokens": "tokens"}
+GROUPS = ("moe-router-num-groups", "moe-router-group-topk")
 LOSS_SCALE = ("initial-loss-scale", "loss-scale-window", "hysteresis", "min-loss-scale")
+_BLOCKS = r"\[[01](?:,[01])*\](?:\*\d{1,4})?"  # a list of Python, like [0,0] or [1]*24
 
 
 @dataclass
@@ -194,51 +191,6 @@ def _render(
     return "\n".join(lines) + "\n"
 
 
-@cache
-def flag_table() -> dict[str, dict[str, Any]]:
-    """Reads the table of flags: kind (field, rule, set, default, value, same, ...) to flags."""
-    path = resources.files("trainyard.config") / "megatron_flags.toml"
-    table = tomllib.loads(path.read_text(encoding="utf-8"))
-    for kind, texts in table.pop("names").items():
-        more = {name: text for text, names in texts.items() for name in names.split()}
-        table[kind] = table.get(kind, {}) | more
-    return table
-
-
-@cache
-def classify(flag: str) -> tuple[str, str]:
-    """Returns the kind of a flag (one of KINDS, or "") and its field or reason."""
-    names = dict.fromkeys((flag, re.sub("^disable-", "no-", flag)))
-    entries = [(kind, *entry) for kind in KINDS for entry in flag_table()[kind].items()]
-    exact = ((kind, text) for name in names for kind, entry, text in entries if entry == name)
-    close = ((k, text) for name in names for k, entry, text in entries if fnmatchcase(name, entry))
-    return next(chain(exact, close), ("", ""))
-
-
-def refusal(argument: str, value: object) -> str:
-    """Returns why a checkpoint with this saved argument is refused, or "".
-
-    Of the arguments that change what a model computes: all that are not read have Megatron's
-    default. A name that Megatron lacks is one of them, unless it is off.
-    """
-    flag = argument.replace("_", "-")
-    names = (flag, f"no-{flag}", f"disable-{flag}")
-    kind, reason = next(filter(any, map(classify, names)), ("", "unknown to Megatron"))
-    if kind not in ("", "refused") or is_default(flag, value):
-        return ""
-    return reason
-
-
-def is_default(flag: str, value: object) -> bool:
-    """Whether a value is the one of Megatron where the flag is absent."""
-    default = flag_table()["default"].get(flag)
-    if value is None or value is False or value == []:
-        return default is None or value is None
-    with suppress(TypeError, ValueError, OverflowError):
-        return float(value) == float(default)  # type: ignore[arg-type]
-    return str(value) == default
-
-
 class Conversion:
     """From flags to fields. Megatron's rule is beside each value that is not a plain copy."""
 
@@ -259,6 +211,7 @@ class Conversion:
             self.set("log.wandb_project", self.text("wandb-project"), "wandb-project")
         self._set_given("train.")
         self._model()
+        self._experts()
         self._optimizer()
         self._data()
         self._schedule()
@@ -359,6 +312,7 @@ class Conversion:
             self.text(flag)
         self._copy_numbers("model.")
         self._model()
+        self._experts()
         return {field: value for field, value in self.fields.items() if field.startswith("model.")}
 
     def _model(self) -> None:
@@ -398,6 +352,89 @@ class Conversion:
                 "Trainyard has one model.dropout",
             )
         self.set("model.dropout", self.number(drops[0]), *drops)
+
+    def _experts(self) -> None:
+        """Those of Megatron-Core; one expert is a dense block of Megatron-DeepSpeed."""
+        if self.fields.get("model.n_experts", 1) > 1:
+            self._experts_of_core()
+        else:
+            for key, flags in self.origins.items():
+                if "--moe-" in flags or key == "model.n_experts":
+                    self.fields.pop(key, None)
+
+    def _experts_of_core(self) -> None:
+        """Their losses of balance have our scale: 1 for a uniform load."""
+        self.set("model.n_active_experts", self.count("moe-router-topk"), "moe-router-topk")
+        self.set("model.n_dense_blocks", self._dense_blocks(), "moe-layer-freq")
+        kind, bias = "moe-router-load-balancing-type", "moe-router-enable-expert-bias"
+        loss = self.number("moe-aux-loss-coeff") if self.text(kind) != "none" else 0
+        if self.has(bias):
+            self.set("model.balance", "bias", bias)
+            rate = "moe-router-bias-update-rate"
+            self.set("model.balance_coefficient", self.number(rate), rate)
+        else:
+            self.set("model.balance", "loss" if loss else "none", kind, "moe-aux-loss-coeff")
+            self.set("model.balance_coefficient", loss, "moe-aux-loss-coeff")
+        if loss and self.text(kind) == "aux_loss":
+            self.notes.append("aux_loss: of a micro batch; that of model.balance: of a sequence")
+        if self.has(GROUPS[1]):
+            self.set("model.n_expert_groups", self.count(GROUPS[0]), GROUPS[0])
+            self.set("model.n_active_groups", self.count(GROUPS[1]), GROUPS[1])
+        is_sigmoid = self.fields.get("model.router") == "sigmoid"
+        if is_sigmoid and self.count("moe-router-topk") == 1:
+            self.set("model.router_normalized", False, "moe-router-topk")
+        self._check_experts(is_sigmoid, has_both=self.has(bias) and loss != 0)
+
+    def _dense_blocks(self) -> int:
+        """Counts the first blocks, without experts; all others must have them."""
+        text = re.sub(r"[\s'\"]", "", self.text("moe-layer-freq"))
+        pattern = re.fullmatch(rf"\(?({_BLOCKS}(?:\+{_BLOCKS})*)\)?", text)
+        terms = [term.partition("*") for term in pattern[1].split("+")] if pattern else []
+        blocks = "".join(re.sub("[^01]", "", digits) * int(n or 1) for digits, _, n in terms)
+        n_dense, n_layers = blocks.count("0"), self.count("num-layers")
+        if text != "1" and blocks != "0" * n_dense + "1" * (n_layers - n_dense):
+            raise ConfigError(
+                f"--moe-layer-freq {text}: only the first blocks can be without experts",
+                f"for example ([0]*1+[1]*{n_layers - 1})",
+            )
+        return n_dense
+
+    def _check_experts(self, is_sigmoid: bool, has_both: bool) -> None:
+        """Refuses what experts here do not compute; sets how many are shared."""
+        shared, of_tensor = "moe-shared-expert-intermediate-size", "expert-tensor-parallel-size"
+        size = "moe-ffn-hidden-size" if self.has("moe-ffn-hidden-size") else "ffn-hidden-size"
+        d_expert = self.count(size) if self.has(size) else self.fields["model.d_ff"]
+        d_shared = self.count(shared) if self.has(shared) else 0
+        self.set("model.n_shared_experts", d_shared // d_expert, shared)
+        n_active, tensor = self.count("moe-router-topk"), self.fields.get("parallel.tensor", 1)
+        n_groups = self.count(GROUPS[1]) if self.has(GROUPS[1]) else 0
+        scores_all = is_sigmoid or self.has("moe-router-pre-softmax")
+        sigmoid = "--moe-router-score-function sigmoid"
+        problems = {
+            (f"--{shared} {d_shared}", f"a multiple of --{size}, {d_expert}"): d_shared % d_expert,
+            (
+                "--moe-aux-loss-coeff with --moe-router-enable-expert-bias",
+                "--moe-aux-loss-coeff 0",
+            ): has_both,
+            ("--moe-router-enable-expert-bias with softmax", sigmoid): (
+                self.has("moe-router-enable-expert-bias") and not is_sigmoid
+            ),
+            (f"--{GROUPS[1]} with softmax of those chosen", sigmoid): n_groups and not scores_all,
+            (
+                f"--{GROUPS[1]} {n_groups} with --moe-router-topk {n_active}: two experts rank "
+                "a group",
+                f"--moe-router-topk {2 * n_groups}",
+            ): n_groups and n_active // n_groups != 2,
+            (f"--{of_tensor}", f"that of --tensor-model-parallel-size, {tensor}"): (
+                self.has(of_tensor) and self.count(of_tensor) != tensor
+            ),
+            ("--num-experts with --deepspeed, whose experts drop tokens,", "Megatron-Core's"): (
+                self.has("deepspeed")
+            ),
+        }
+        for (problem, hint), is_there in problems.items():
+            if is_there:
+                raise ConfigError(f"{problem} is not supported", f"nearest that works: {hint}")
 
     def _optimizer(self) -> None:
         """Also Muon, if Megatron's is the same; its defaults depend on the version."""
@@ -548,10 +585,9 @@ class Conversion:
 
 
 def _decimal(text: str, place: str) -> Decimal:
-    try:
+    value = Decimal("nan")
+    with suppress(InvalidOperation):
         value = Decimal(text)
-    except InvalidOperation:
-        value = Decimal("nan")
     if not value.is_finite() or abs(value) > 10**18:
         raise ConfigError(f"{place} needs a number (got {text!r})")
     return value

@@ -14,42 +14,26 @@ tensor: its dtype and shape on the device "meta".
 
 from __future__ import annotations
 
-import json
-import os
 import re
 import shutil
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import IO
 
 import torch
 from torch import Tensor
 
 from trainyard.architecture import padded_vocabulary_size, parameter_shapes
-from trainyard.checkpoint.format import (
-    MANIFEST,
-    Facts,
-    Manifest,
-    StoredFile,
-    StoredTensor,
-    header_sha256,
-    render_manifest,
-    step_folder_name,
-)
-from trainyard.checkpoint.save import describe_part, require_space, write_tokenizer
-from trainyard.checkpoint.shard import checksum_values, split_in_shards
+from trainyard.checkpoint.format import Facts, StoredFile, step_folder_name
+from trainyard.checkpoint.save import RankManifest, list_parts, require_space, write_manifest
+from trainyard.checkpoint.shard import split_in_shards, write_shard
 from trainyard.config.load import render_run
 from trainyard.config.run import Model, Run, TokenizerChoice
 from trainyard.data.vocabulary import Vocabulary, load_vocabulary
 from trainyard.errors import CheckpointError, DataError, MachineError
-from trainyard.files import flush
-from trainyard.parallel.placement import whole
 from trainyard.training.run_folder import TOKENIZER_FOLDER, write_tokenizer_folder
 
 Make = Callable[[str], Tensor]
-
-_CODE_OF = {torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16"}
 
 
 def outline(shapes: Mapping[str, tuple[int, ...]], dtype: torch.dtype) -> dict[str, Tensor]:
@@ -123,70 +107,47 @@ def write_run_folder(
     shapes = parameter_shapes(model, padded_vocabulary_size(model))
     outlines = outline({f"model.{name}": shape for name, shape in shapes.items()}, torch.float32)
     facts = Facts(step=0, consumed_sequences=0, consumed_tokens=0, run=run.model_dump(mode="json"))
-    tensors: dict[str, StoredTensor] = {}
-    files: dict[str, StoredFile] = {}
     shards = split_in_shards(outlines)
     folder = Path("checkpoints") / step_folder_name(facts.step)
     with new_folder(output) as partial:
         require_space(partial, sum(tensor.nbytes for tensor in outlines.values()))
         (partial / folder).mkdir(parents=True)
+        written = RankManifest(list_parts(shards), {})
         for index, shard in enumerate(shards):
-            name = f"model-{index:05d}-of-{len(shards):05d}.safetensors"
-            path = partial / folder / name
-            checksums = write_tensors(path, shard, lambda name: make(name.removeprefix("model.")))
-            for tensor, checksum in checksums.items():
-                place = whole(shard[tensor].shape)
-                tensors[tensor] = describe_part(shard[tensor], place, name, checksum)
-            files[name] = StoredFile(n_bytes=path.stat().st_size, header_sha256=header_sha256(path))
-        copy = write_tokenizer(partial / folder, vocabulary)
-        manifest = Manifest(**dict(facts), tensors=tensors, files=files, tokenizer=copy)
-        (partial / folder / MANIFEST).write_bytes(render_manifest(manifest))
-        flush(partial / folder / MANIFEST)
-        flush(partial / folder)
+            file = f"model-{index:05d}-of-{len(shards):05d}.safetensors"
+            written.files[file] = write_tensors(
+                partial / folder / file, shard, lambda name: make(name.removeprefix("model."))
+            )
+        write_manifest(partial / folder, facts, [written], vocabulary)
         (partial / "run.toml").write_text(render_run(run), encoding="utf-8")
         if vocabulary:
             write_tokenizer_folder(partial, vocabulary)
     return output / folder
 
 
-def write_tensors(path: Path, outlines: Mapping[str, Tensor], make: Make) -> dict[str, str]:
-    """Writes and flushes one safetensors file; returns the checksum of each tensor's values.
+def write_tensors(path: Path, outlines: Mapping[str, Tensor], make: Make) -> StoredFile:
+    """Writes and flushes one safetensors file, with one tensor after another in memory.
 
     Args:
         path: the file.
-        outlines: by name, in the order of the file.
+        outlines: by name.
         make: returns the values, of any dtype, in the outline's shape.
+
+    Raises:
+        CheckpointError: a value is not finite in the outline's dtype.
     """
-    header: dict[str, object] = {"__metadata__": {"format": "pt"}}  # required by transformers
-    end = 0
-    for name, tensor in outlines.items():
-        begin, end = end, end + tensor.nbytes
-        header[name] = {
-            "dtype": _CODE_OF[tensor.dtype],
-            "shape": list(tensor.shape),
-            "data_offsets": [begin, end],
-        }
-    text = json.dumps(header, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % 8)
-    checksums = {}
-    with path.open("wb") as file:
-        file.write(len(text).to_bytes(8, "little") + text)
-        for name, like in outlines.items():
-            checksums[name] = _write_values(file, name, like, make)
-        file.flush()
-        os.fsync(file.fileno())
-    return checksums
 
+    def make_finite(name: str) -> Tensor:
+        like = outlines[name]
+        tensor = make(name).to(like.dtype)
+        assert tensor.shape == like.shape, (name, tensor.shape, like.shape)
+        if not all(map(torch.isfinite, tensor.aminmax())):
+            dtype = str(like.dtype).removeprefix("torch.")
+            hint = "take an earlier checkpoint"
+            hint += ", or --dtype bfloat16" if dtype == "float16" else ""
+            raise CheckpointError(
+                f"tensor {name!r} has values that are not finite in {dtype}", hint
+            )
+        return tensor
 
-def _write_values(file: IO[bytes], name: str, like: Tensor, make: Make) -> str:
-    """Writes one tensor, freed before the next one; returns its checksum."""
-    tensor = make(name).to(like.dtype).contiguous()
-    assert tensor.shape == like.shape, (name, tensor.shape, like.shape)
-    if not all(map(torch.isfinite, tensor.aminmax())):
-        dtype = str(like.dtype).removeprefix("torch.")
-        raise CheckpointError(
-            f"tensor {name!r} has values that are not finite in {dtype}",
-            "take an earlier checkpoint" + (", or --dtype bfloat16" if dtype == "float16" else ""),
-        )
-    file.write(tensor.reshape(-1).view(torch.uint8).numpy().data)
-    return checksum_values(tensor)
+    return write_shard(path, outlines, make_finite)

@@ -27,7 +27,7 @@ from trainyard.files import open_file, refuse_lfs_pointer
 
 _TEXT_LIMIT = 500
 _NODE_LIMIT = 1_000_000
-_LIST_LIMIT = 16
+_LIST_LIMIT = 1000
 _PICKLE_LIMIT_BYTES = 16 * 2**20
 
 
@@ -167,9 +167,14 @@ def _load(path: Path) -> tuple[Any, list[zipfile.ZipInfo]]:
     for name in names.union(_CLASSES):
         stand_ins.append((type(name.rpartition(".")[2], (_Inert,), {}), name))
     where = "meta" if entries else "cpu"
-    with torch.serialization.safe_globals(stand_ins), warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # of old formats
-        return torch.load(path, map_location=where, weights_only=True), entries
+    of_others = torch.serialization.get_safe_globals()  # libraries name classes for any file
+    torch.serialization.clear_safe_globals()
+    try:
+        with torch.serialization.safe_globals(stand_ins), warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of old formats
+            return torch.load(path, map_location=where, weights_only=True), entries
+    finally:
+        torch.serialization.add_safe_globals(of_others)
 
 
 def _find_tensors(tree: dict[Any, Any], entries: list[zipfile.ZipInfo]) -> dict[str, Tensor]:

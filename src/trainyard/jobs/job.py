@@ -1,8 +1,9 @@
 """A job before it becomes a script: command, nodes and cluster.
 
-There are two kinds. Training takes all nodes at once, one rank per device, and is requeued until
-the run is done. A data stage takes nodes one by one, as an array of equal tasks that share the work
-among themselves.
+There are three kinds. Training takes all nodes at once, one rank per device, and is requeued until
+the run is done. A set of runs is an array of such jobs, each of one node with one process, which
+trains the runs one after the other. A data stage takes nodes one by one, as an array of equal tasks
+that share the work among themselves.
 """
 
 from __future__ import annotations
@@ -36,6 +37,8 @@ class Job:
     """The command that made the script."""
     is_stage: bool = False
     """Whether it is a data stage."""
+    n_array_tasks: int = 0
+    """For a set of runs: tasks of the array; else 0."""
     after: Sequence[str] = ()
     """Stages that it waits for, of those submitted with it."""
     needs: Sequence[str] = ()
@@ -50,6 +53,10 @@ class Job:
     def launch(self) -> Launch:
         """How to start it; a data stage has settings of its own, and no devices."""
         launch, own = self.cluster.launch, self.cluster.launch.prepare
+        if self.n_array_tasks:  # the process of a node starts the ranks there
+            return launch.model_copy(
+                update={"start": "tasks", "cpu_lists": (), "device_variable": ""}
+            )
         if not self.is_stage:
             return launch
         fields = own.container.model_fields_set
@@ -78,8 +85,8 @@ class Job:
 
     @property
     def n_tasks_per_node(self) -> int:
-        """Processes that a launcher starts per node: one per rank, or one torchrun."""
-        return 1 if self.has_torchrun else self.n_ranks_per_node
+        """Processes that a launcher starts per node: one per rank, or one that starts them."""
+        return 1 if self.has_torchrun or self.n_array_tasks else self.n_ranks_per_node
 
     @property
     def project(self) -> Path:

@@ -275,6 +275,8 @@ def _mpiexec_settings(job: Job) -> Settings:
     """The variables of mpiexec.sh."""
     launch = job.launch
     binding = _bind_pals(launch, job.n_ranks_per_node)
+    if job.n_array_tasks and launch.mpiexec == "pals":
+        binding = ["--cpu-bind", "none"]  # its process starts all ranks of the node
     has_taskset = launch.cpu_lists and not binding
     return {
         "local_rank": LOCAL_RANKS[launch.mpiexec],
@@ -335,7 +337,8 @@ class Slurm(BatchScheduler):
             if not any(option.startswith(("-c", "--cpus-per-task")) for option in launch.options):
                 given |= {"cpus-per-task": launch.prepare.workers}
         else:
-            log += f"/{self.log('%j')}"
+            log += f"/{self.log('%A_%a' if job.n_array_tasks else '%j')}"
+            given |= {"array": f"0-{job.n_array_tasks - 1}"} if job.n_array_tasks else {}
             given |= {"nodes": job.n_nodes, "ntasks-per-node": job.n_tasks_per_node}
         given |= {"account": launch.account, "partition": launch.partition, "time": launch.time}
         given["output"] = log
@@ -376,11 +379,16 @@ class Slurm(BatchScheduler):
         columns = ",".join(f"{name}:{width}" for name, width in SQUEUE_WIDTHS.items())
         argv = [self.lister, "--noheader", "--states=all", f"--jobs={job}", f"--Format={columns}"]
         done = call(argv, ASK_SECONDS)
-        row, problem = done.stdout.partition("\n")[0], " ".join(done.stderr.split())
-        if not row.strip():
+        rows, problem = done.stdout.splitlines(), " ".join(done.stderr.split())
+        if not rows:
             # Slurm forgets a job some minutes after its end.
             is_gone = not problem or "Invalid job id" in problem
             return FORGOTTEN if is_gone else JobState("unknown", problem)
+        # The tasks of an array: one that runs says more than one that waits, or has ended.
+        order = ("running", "waiting", "ended")
+        return min(map(self._read_row, rows), key=lambda state: order.index(state.phase))
+
+    def _read_row(self, row: str) -> JobState:
         values = []
         for width in SQUEUE_WIDTHS.values():
             values.append(row[:width].strip())
@@ -429,18 +437,21 @@ class Pbs(BatchScheduler):
         lines += [f"-l walltime={launch.time}"] if launch.time else []
         lines += [f"-q {launch.partition}"] if launch.partition else []
         lines += [f"-A {launch.account}"] if launch.account else []
-        lines += [f"-J 0-{job.n_nodes - 1}"] if job.is_stage and job.n_nodes > 1 else []
+        n_tasks = job.n_nodes if job.is_stage else job.n_array_tasks
+        lines += [f"-J 0-{n_tasks - 1}"] if n_tasks > 1 else []
         return [f"#PBS {line}" for line in [*lines, "-j oe", f"-o {log}/", "-r y"]]
 
     def settings(self, job: Job) -> Settings:
         """Returns the variables of mpiexec.sh and batch.sh."""
         hours, minutes, seconds = (int(part) for part in (job.launch.time or "0:0:0").split(":"))
+        is_array = job.n_array_tasks > 1
         return _mpiexec_settings(job) | {
             "job_variable": "PBS_JOBID",
             "hosts_variable": "PBS_NODEFILE",
             "limit_seconds": 3600 * hours + 60 * minutes + seconds or "",
             "requeue": [["qrerun"]],
-            "resubmit": [[*self.submitter, job.script_path]],
+            # A task of an array cannot be submitted alone.
+            "resubmit": [["false"] if is_array else [*self.submitter, job.script_path]],
         }
 
     def after(self, jobs: Sequence[str]) -> list[str]:

@@ -148,7 +148,9 @@ def render_header(job: Job) -> str:
     """
     scheduler, setup = SCHEDULERS[job.launch.scheduler], job.launch.setup
     what = format_number(job.n_nodes, "task" if job.is_stage else "node")
-    if not job.is_stage:
+    if job.n_array_tasks:
+        what = f"{format_number(job.n_array_tasks, 'task')} of a node each"
+    elif not job.is_stage:
         what += f" of {format_number(job.n_ranks_per_node, 'rank')}"
     if job.launch.scheduler == "local":
         what = "on this machine"
@@ -176,7 +178,7 @@ def _settings(job: Job) -> Settings:
     if job.n_nodes == 1:
         # On one node there may be no network for a plug-in, which would then fail (olcf-user-docs).
         given.pop("NCCL_NET", None)
-    if not job.is_stage and job.cluster.gpu != "cpu":
+    if not job.is_stage and not job.n_array_tasks and job.cluster.gpu != "cpu":
         devices = "1" if launch.device_variable else str(job.n_ranks_per_node)
         given = {PROMISE: devices} | given
     if job.has_torchrun:
@@ -185,6 +187,7 @@ def _settings(job: Job) -> Settings:
     return {
         "folder": job.run_folder,
         "is_stage": "yes" if job.is_stage else "",
+        "is_array": "yes" if job.n_array_tasks else "",
         "n_nodes": job.n_nodes,
         "tasks_per_node": job.n_tasks_per_node,
         "restart_limit": LIMIT,

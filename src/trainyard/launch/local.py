@@ -234,11 +234,11 @@ def kill(workers: Sequence[Worker]) -> None:
         worker.running.wait()
 
 
-def wait_until(condition: Callable[[], bool], seconds: float) -> bool:
+def wait_until(condition: Callable[[], bool], seconds: float, poll: float = POLL_SECONDS) -> bool:
     """Waits until a condition holds, or the time is up; returns whether it holds."""
     deadline = time.monotonic() + seconds
     while not (holds := condition()) and time.monotonic() < deadline:
-        time.sleep(POLL_SECONDS)
+        time.sleep(poll)
     return holds
 
 
@@ -260,7 +260,7 @@ def describe_death(worker: Worker) -> MachineError:
     if worker.heartbeat is not None:
         problem += f" at step {worker.beat.step}, in {worker.beat.phase}"
     if worker.log:
-        problem += f"; the end of {worker.log}:\n" + _read_end(worker.log, worker.log_start)
+        problem += f"; the end of {worker.log}:\n" + read_end(worker.log, worker.log_start)
         hint = "the message above is from that rank"
     error = MachineError(problem, HINTS.get(-code, hint))
     error.exit_code = 2 if code == 2 or -code in (signal.SIGKILL, *STOP) else 1
@@ -282,7 +282,13 @@ def _severity(code: int) -> int:
     return {-signal.SIGABRT: 2, 2: 3, EXIT_HOLD: 4, EXIT_REQUEUE: 5}.get(code, 1)
 
 
-def _read_end(log: Path, start: int) -> str:
+def read_end(log: Path, start: int) -> str:
+    """Returns the last lines that a process has written to its log, indented.
+
+    Args:
+        log: its file.
+        start: size of the file before.
+    """
     try:
         with log.open("rb") as file:
             size = file.seek(0, os.SEEK_END)

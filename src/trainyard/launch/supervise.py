@@ -18,26 +18,29 @@ one rank ends with a nonzero code, so that its launcher restarts them. `Restarts
 Parents of one rank each communicate only through files (`HangReports`). They need them to agree
 which rank hangs, and to detect a worker that waits for a dead rank without noticing: it can neither
 train nor save, and would ignore a launcher's SIGTERM until it is killed. A hung rank makes all
-others wait, so every parent sees a worker without progress. Each writes its report to a file in the
-run folder, and reads those of the others:
+others wait, so every parent sees a worker without progress, or another's report. Each writes its
+own to a file in the run folder, whose name says what happened:
 
-    runs/my-run/logs/attempt-0/rank-00002.json     {"rank": 2, "host": "n1", "step": 12,
+    runs/my-run/logs/attempt-0/rank-00002.hang.json     {"rank": 2, "host": "n1", "step": 12,
         "phase": "forward and backward", "count": 41, "seconds": 1201.3, "state": "stopped", ..}
 
-Then all parents name the same rank: the stopped one; else the one whose heartbeat is farthest
-behind, since no rank can overtake a collective operation; and if several are equally far behind,
-the one that is not inside communication.
+One parent, that of the first rank that has one, reads all files and writes its verdict to another
+file, so that n parents open 2 n files and not n^2. It names the stopped rank; else the one whose
+heartbeat is farthest behind, since no rank can overtake a collective operation; and if several are
+equally far behind, the one that is not inside communication.
 """
 
 from __future__ import annotations
 
 import json
 import logging
+import os
 import re
 import signal
 import socket
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -66,6 +69,10 @@ from trainyard.topology import name_ranks
 logger = logging.getLogger("trainyard")
 
 LISTEN_SECONDS = 1.0
+LOOKS_A_SECOND = 4_000
+"""By all parents together, at the reports of others: each costs the file system three calls."""
+SETTLED_SECONDS = 2.0
+"""A folder's time of change may be in whole seconds."""
 AT_ONCE_SECONDS = 1.0
 """From the second signal to the kill of the remaining workers."""
 STUCK_SECONDS = 8.0
@@ -75,6 +82,10 @@ REPORT_SECONDS = 5.0
 INTENDED_CODES = (0, EXIT_REQUEUE, EXIT_HOLD)
 STACK_SECONDS, QUIET_SECONDS = 2.0, 0.2
 N_LOOKS = 6
+HANG, FAILED, ABORTED, ENDED = "hang", "failed", "aborted", "ended"
+VERDICT = "verdict.txt"
+N_READERS = 16
+"""Files opened at once: each may take a network file system a millisecond."""
 STATES = {"R": "running", "S": "waiting", "D": "waiting for a disk or device", "T": "stopped"}
 # Code in which a thread waits for others: in a collective, behind one, or in the rendezvous.
 OF_THE_WAIT, OF_A_SAVE = "/checkpoint/background.py", "/checkpoint/save.py"
@@ -163,14 +174,17 @@ class _Attempt:
     n_forwarded: int = 0
     """Signals forwarded so far."""
     kill_at: float = float("inf")
-    reports: Sequence[RankStatus] = ()
-    """Those of other parents."""
-    read_at: float = 0.0
-    """When they were last read."""
+    looked_at: float = 0.0
+    """When it last looked for reports of other parents."""
     parted_since: float = 0.0
     """When the first worker ended on purpose."""
     failed_since: float = 0.0
     """When the death of a rank was first reported."""
+
+    @property
+    def _interval(self) -> float:
+        """Time between two looks at the reports of others."""
+        return max(POLL_SECONDS, self.job.n_ranks / LOOKS_A_SECOND)
 
     def watch(self) -> _Outcome:
         """Waits until all workers have ended, for any reason."""
@@ -181,8 +195,9 @@ class _Attempt:
                 worker.note_heartbeat()
             if self._find_dead() is not None:
                 break
-            if self.job.is_launched and now - self.read_at > LISTEN_SECONDS:
-                self.read_at, self.reports = now, self.hang_reports.read()
+            if self.job.is_launched and now - self.looked_at > max(LISTEN_SECONDS, self._interval):
+                self.looked_at = now
+                self.hang_reports.find()
             if self._is_stuck(now):
                 return _FAILURE
             if self._is_hang(now):
@@ -225,7 +240,7 @@ class _Attempt:
 
     def _is_stuck(self, now: float) -> bool:
         """Whether the worker waits for a dead rank."""
-        if not any(seen.has_ended for seen in self.reports):
+        if {HANG}.issuperset(self.hang_reports.found.values()):
             return False
         self.failed_since = self.failed_since or now
         return now - max(self.failed_since, self._last_beat_at()) > STUCK_SECONDS
@@ -234,34 +249,35 @@ class _Attempt:
         """Whether a worker makes no progress within its limit, here or under another parent."""
         if self.failed_since:
             return False
-        return any(not seen.has_ended for seen in self.reports) or any(
+        return bool(self.hang_reports.found) or any(
             worker.is_running and now - worker.beat_at > worker.beat.limit_seconds
             for worker in self.workers
         )
 
     def _report_hang(self) -> None:
         """Logs which rank hangs, with all known details."""
-        own = look_at(self.workers)
-        self.hang_reports.write(own)
-        by_rank: dict[int, RankStatus] = {}
-
-        def has_all() -> bool:
-            by_rank.update({seen.rank: seen for seen in [*self.hang_reports.read(), *own]})
-            return len(by_rank) >= self.job.n_ranks
-
-        wait_until(has_all, REPORT_SECONDS)
+        reports, own = self.hang_reports, look_at(self.workers)
+        reports.write(own)
         for seen in own:
             logger.error("%s", describe_stack(seen))
-        all_seen = [by_rank[rank] for rank in sorted(by_rank)]
-        text = describe_hang(all_seen, self.job.n_ranks)
-        # The table is the same for all.
-        logger.error("%s", text if own[0] is all_seen[0] else text.partition("\n")[0])
+        quiet_seconds = REPORT_SECONDS + self._interval
+        leader, silent = 0, set[int]()
+        while leader != own[0].rank:
+            if wait_until(lambda: bool(reports.verdict()), 2 * quiet_seconds, self._interval):
+                logger.error("%s", reports.verdict())
+                return
+            silent.add(leader)
+            leader = min({own[0].rank, *reports.find()} - silent)
+        text = describe_hang(reports.read(own, self.job.n_ranks, quiet_seconds), self.job.n_ranks)
+        reports.decide(text.partition("\n")[0])
+        logger.error("%s", text)
 
     def _report_failure(self, dead: Worker) -> _Outcome:
         """Reports the dead worker, and ends the others."""
         if dead.running.returncode == -signal.SIGABRT:
             # NCCL aborts the ranks that lose another, often before that one has ended.
-            if wait_until(self._has_another_cause, REPORT_SECONDS) and self.job.is_launched:
+            found = wait_until(self._has_another_cause, REPORT_SECONDS, self._interval)
+            if found and self.job.is_launched:
                 return _FAILURE
             dead = find_first_death(self.workers) or dead
         code = dead.running.returncode
@@ -276,8 +292,7 @@ class _Attempt:
     def _has_another_cause(self) -> bool:
         """Whether a rank, here or under another parent, died otherwise than by NCCL's abort."""
         if self.job.is_launched:
-            reports = self.hang_reports.read()
-            return any(seen.has_failed and "SIGABRT" not in seen.state for seen in reports)
+            return FAILED in self.hang_reports.find().values()
         dead = find_first_death(self.workers)
         return dead is not None and dead.running.returncode != -signal.SIGABRT
 
@@ -295,9 +310,10 @@ class _Attempt:
             # A launcher ends all ranks when one ends: the parent of the first reports it before.
             wait_until(
                 lambda: (
-                    bool(self.received) or any(seen.has_ended for seen in self.hang_reports.read())
+                    bool(self.received) or not {HANG}.issuperset(self.hang_reports.find().values())
                 ),
                 REPORT_SECONDS,
+                self._interval,
             )
         if self.received and min(codes) < 0:  # it ended at once
             code = EXIT_HOLD if signal.SIGINT in self.received else EXIT_REQUEUE
@@ -330,6 +346,13 @@ class RankStatus:
     """Stacks of all its threads, innermost call first; empty if not available."""
 
     @property
+    def kind(self) -> str:
+        """What it reports: a hang, a failure of its own or because of another, or another end."""
+        if not self.has_failed:
+            return ENDED if self.has_ended else HANG
+        return ABORTED if signal.SIGABRT.name in self.state else FAILED
+
+    @property
     def is_waiting_for_others(self) -> bool:
         """Whether its main thread, or the save it waits for, is inside communication."""
         *others, main = ["", *self.stack.split("hread 0x")]
@@ -350,46 +373,88 @@ class HangReports:
 
     Args:
         folder: the same for all parents; created with the first report.
+
+    Attributes:
+        found: what `find` returned last.
     """
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
+        self.found: dict[int, str] = {}
+        self._changed: tuple[int, float] = (0, 0.0)
+        self._is_settled = False
+        self._earlier: dict[str, int] = {}
         # An earlier job may have left some; new reports come later.
-        self._known: dict[Path, tuple[tuple[int, int], RankStatus | None]] = {
-            path: (identity, None) for path, identity in self._list().items()
-        }
+        with suppress(OSError), os.scandir(folder) as entries:
+            self._earlier = {entry.name: entry.inode() for entry in entries}
+        self._earlier_verdict = self._read_verdict()
 
     def write(self, statuses: Iterable[RankStatus]) -> None:
         """Writes this process's reports; a failing disk must not keep it from ending."""
+        for each in statuses:
+            self._publish(_name(each.rank, each.kind), json.dumps(asdict(each), indent=2) + "\n")
+
+    def find(self) -> Mapping[int, str]:
+        """Returns the kinds of all reports written since this object was created, by rank.
+
+        Reads the names of files only, and those only where a file is new.
+        """
+        # Opened first, as only then a network file system asks for the time of change.
+        with suppress(OSError), os.scandir(self._folder) as entries:
+            now, time_ns = time.monotonic(), self._folder.stat().st_mtime_ns
+            if time_ns != self._changed[0]:
+                self._changed, self._is_settled = (time_ns, now), False
+            if not self._is_settled:
+                inodes = {entry.name: entry.inode() for entry in entries}
+                new = [name for name in inodes if inodes[name] != self._earlier.get(name)]
+                found = filter(None, map(_NAME.fullmatch, new))
+                self.found = {int(match[1]): match[2] for match in found}
+                self._is_settled = now - self._changed[1] > SETTLED_SECONDS
+        return self.found
+
+    def read(self, own: Sequence[RankStatus], n_ranks: int, seconds: float) -> list[RankStatus]:
+        """Reads the reports of all other ranks, once all are there, or none came for `seconds`."""
+        by_rank = {seen.rank: seen for seen in own}
+        while missing := set(range(n_ranks)) - by_rank.keys() - self.find().keys():
+            if not wait_until(lambda: not missing.isdisjoint(self.find()), seconds):
+                break
+        with ThreadPoolExecutor(N_READERS) as pool:
+            others = [item for item in self.find().items() if item[0] not in by_rank]
+            by_rank |= {seen.rank: seen for seen in pool.map(self._read_one, others) if seen}
+        return [by_rank[rank] for rank in sorted(by_rank)]
+
+    def _read_one(self, found: tuple[int, str]) -> RankStatus | None:
+        with suppress(OSError, ValueError, TypeError):
+            text = (self._folder / _name(*found)).read_text(encoding="utf-8")
+            return RankStatus(**json.loads(text))
+        return None
+
+    def decide(self, verdict: str) -> None:
+        """Writes which rank hangs, for all other parents."""
+        self._publish(VERDICT, verdict)
+
+    def verdict(self) -> str:
+        """Returns which rank hangs; empty while no parent has written it."""
+        found = self._read_verdict()
+        return "" if found == self._earlier_verdict else found[1]
+
+    def _read_verdict(self) -> tuple[int, str]:
+        path = self._folder / VERDICT
+        with suppress(OSError), os.scandir(self._folder), path.open("rb") as file:
+            return os.fstat(file.fileno()).st_mtime_ns, file.read().decode(errors="replace")
+        return 0, ""
+
+    def _publish(self, name: str, text: str) -> None:
         with suppress(OSError, MachineError):
             self._folder.mkdir(parents=True, exist_ok=True)
-            for each in statuses:
-                path = self._folder / f"rank-{each.rank:05d}.json"
-                publish_text(path, json.dumps(asdict(each), indent=2) + "\n")
+            publish_text(self._folder / name, text)
 
-    def read(self) -> list[RankStatus]:
-        """Returns all reports written since this object was created, by rank.
 
-        Opens only files that changed since the last call: n parents that wait for each other would
-        open n^2 files at each look.
-        """
-        listed, nothing = self._list(), ((0, 0), None)
-        for path, identity in listed.items():
-            if self._known.get(path, nothing)[0] != identity:
-                with suppress(OSError, ValueError, TypeError):
-                    status = RankStatus(**json.loads(path.read_text(encoding="utf-8")))
-                    self._known[path] = (identity, status)
-        statuses = (self._known.get(path, nothing)[1] for path in sorted(listed))
-        return [status for status in statuses if status]
+def _name(rank: int, kind: str) -> str:
+    return f"rank-{rank:05d}.{kind}.json"
 
-    def _list(self) -> dict[Path, tuple[int, int]]:
-        listed = {}
-        with suppress(OSError):
-            for path in self._folder.glob("rank-*.json"):
-                with suppress(OSError):
-                    status = path.stat()
-                    listed[path] = (status.st_ino, status.st_mtime_ns)
-        return listed
+
+_NAME = re.compile(rf"rank-(\d+)\.({HANG}|{FAILED}|{ABORTED}|{ENDED})\.json")
 
 
 def look_at(workers: Sequence[Worker]) -> list[RankStatus]:

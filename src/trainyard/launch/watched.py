@@ -24,7 +24,7 @@ from trainyard.launch.heartbeat import N_BYTES, STACK_SIGNAL, START_SECONDS, Hea
 
 def be_watched(process: Process) -> None:
     """Lets the parent process watch this one, and raises the limit of open files."""
-    # Each group of gloo connects every rank with all others: 1,024 ranks pass the usual 1,024.
+    # The store of rank 0 has a connection to every rank: 1,024 ranks pass the usual 1,024.
     raise_file_limit()
     faulthandler.enable()  # a crash prints its stack
     if process.heartbeat is None:

@@ -3,7 +3,8 @@
 A multiply-add is 2 FLOP. Per token, one forward pass through the matmuls of a GPT with width D, MLP
 width F, sequence T, L blocks and padded vocabulary V takes, for the parts of GPT-3,
 
-    L (8 D^2 + 4 D F)     projections and MLP: 2 for each value of a matrix in architecture.py
+    L (8 D^2 + 4 D F)     projections and MLP: 2 for each value of a matrix in architecture.py,
+                          of experts those that a token uses, and the router
     L 4 T D               attention scores and values, if every token sees all T
     2 D V                 output head
 
@@ -23,13 +24,20 @@ recomputed work are hardware utilization, not comparable with MFU.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from trainyard.architecture import LayerSpec, head_layer, matmuls
+from trainyard.architecture import (
+    LayerSpec,
+    block_groups,
+    count_idle,
+    expert_layers,
+    head_layer,
+    matmuls,
+    parameter_count,
+)
 from trainyard.config.run import FlopFormula, Model, Recompute, Run
-from trainyard.units import format_figure
+from trainyard.units import format_figure, format_large
 
 MODEL_FLOPS: FlopFormula = "megatron_causal"
 """The formula of model FLOPs and MFU."""
@@ -37,7 +45,17 @@ MODEL_FLOPS: FlopFormula = "megatron_causal"
 
 def matmul_flops(layers: Iterable[LayerSpec]) -> int:
     """Counts the FLOP of a token's forward pass through matmuls."""
-    return sum(2 * math.prod(layer.weight) for layer in layers)
+    return sum(2 * layer.values_per_token for layer in layers)
+
+
+def block_flops(model: Model) -> int:
+    """Counts the FLOP of a token's forward pass through the matmuls of a block."""
+    return matmul_flops([*matmuls(model), *expert_layers(model)])
+
+
+def active_parameter_count(model: Model, padded_vocabulary_size: int) -> int:
+    """Counts the parameters that each token uses: of experts those that it is sent to."""
+    return parameter_count(model, padded_vocabulary_size) - count_idle(model)
 
 
 def score_flops(model: Model) -> int:
@@ -55,6 +73,7 @@ def flops_per_token(
     padded_vocabulary_size: int,
     formula: FlopFormula,
     recompute: Recompute = "none",
+    share: float = 1.0,
 ) -> float:
     """Counts the FLOP of training on one token by `formula`.
 
@@ -63,8 +82,10 @@ def flops_per_token(
         padded_vocabulary_size: rows of the output head.
         formula: see the table at the top of this file.
         recompute: only affects the two DeepSpeed formulas.
+        share: of the blocks that do.
     """
-    projections = float(model.n_layers * matmul_flops(matmuls(model)))
+    groups = block_groups(model, (0, model.n_layers))
+    projections = float(sum(n * block_flops(kind) for kind, n in groups))
     attention = float(model.n_layers * score_flops(model))
     head = float(matmul_flops([head_layer(model, padded_vocabulary_size)]))
     if formula == "megatron_causal":
@@ -72,11 +93,19 @@ def flops_per_token(
     if formula == "megatron":
         return 3 * (projections + attention + head)
     if formula == "megatron_deepspeed":
-        passes = 4 if recompute == "block" else 3
+        passes = 3 + share * (recompute == "block")
         return passes * (projections + attention + 0.75 * head)
     forward = projections + attention + head
     again = {"none": 0.0, "attention": attention, "block": forward}[recompute]
-    return 3 * forward + again
+    return 3 * forward + share * again
+
+
+def describe_parameters(model: Model, padded_vocabulary_size: int) -> str:
+    """Describes the number of parameters, and of those that each token uses."""
+    count, active = parameter_count, active_parameter_count
+    whole, used = (each(model, padded_vocabulary_size) for each in (count, active))
+    text = f"{whole:,} ({format_large(whole)})"
+    return f"{text}; a token uses {used:,} ({format_large(used)})" if used < whole else text
 
 
 def tflops_per_second_per_gpu(
@@ -117,7 +146,8 @@ def figures_by_formula(
     name = run.log.flop_formula
     if name == MODEL_FLOPS:
         return {}
-    flops = flops_per_token(run.model, padded_vocabulary_size, name, run.parallel.recompute)
+    recomputes = run.parallel.recompute, run.parallel.recompute_share
+    flops = flops_per_token(run.model, padded_vocabulary_size, name, *recomputes)
     return {
         "flop_formula": name,
         "formula_tflops_per_second_per_device": flops * tokens_per_second_per_gpu / 1e12,

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass
+from itertools import pairwise
 from typing import Any
 
 from trainyard.architecture import padded_vocabulary_size, parameter_count
@@ -12,6 +14,7 @@ from trainyard.errors import ConfigError
 from trainyard.layout import flops, ranks
 from trainyard.layout.batches import BatchSchedule
 from trainyard.topology import Topology
+from trainyard.units import Length
 
 
 @dataclass(frozen=True)
@@ -47,12 +50,15 @@ class Plan:
     """Position where it reaches its minimum."""
     cooldown_sequences: float
     """The final decay of warmup_stable_decay."""
+    rate_points: tuple[tuple[float, float], ...]
+    """Positions and learning rates of schedule.points."""
 
     def as_json(self) -> dict[str, Any]:
         """Returns the values as JSON can hold them."""
         lists = {
             "order_sequences": list(self.order_sequences),
             "stages": [list(stage) for stage in self.stages],
+            "rate_points": [list(point) for point in self.rate_points],
         }
         return asdict(self) | lists
 
@@ -88,9 +94,10 @@ def resolve(run: Run, n_ranks: int | None = None) -> Plan:
         n_tokens=n_sequences * run.model.sequence_length,
         order_sequences=_order_sequences(run, asked + batches.order_start, n_steps),
         model_flops_per_token=flops.model_flops_per_token(run.model, padded),
-        warmup_sequences=_exact_sequences(run, batches, "warmup"),
-        decay_sequences=_exact_sequences(run, batches, "decay"),
-        cooldown_sequences=_exact_sequences(run, batches, "cooldown"),
+        warmup_sequences=_exact_sequences(run, batches, run.schedule.warmup),
+        decay_sequences=_exact_sequences(run, batches, run.schedule.decay),
+        cooldown_sequences=_exact_sequences(run, batches, run.schedule.cooldown),
+        rate_points=tuple(_rate_points(run, batches)),
     )
 
 
@@ -101,11 +108,21 @@ def _order_sequences(run: Run, n_train: int, n_steps: int) -> tuple[int, int, in
     return n_train, (n_steps // interval + 1) * one_evaluation, one_evaluation
 
 
-def _exact_sequences(run: Run, batches: BatchSchedule, field: str) -> float:
-    length = getattr(run.schedule, field)
+def _exact_sequences(run: Run, batches: BatchSchedule, length: Length) -> float:
     if length.unit == "tokens":
         return float(length.amount / run.model.sequence_length)
     return float(batches.sequences(length))
+
+
+def _rate_points(run: Run, batches: BatchSchedule) -> Iterator[tuple[float, float]]:
+    last = 0.0
+    for length, rate in run.schedule.points.points:
+        position = _exact_sequences(run, batches, length)
+        if position < last:  # of another unit: `config/rules.py` compares equal ones
+            problem = f"schedule.points: {length} is sequence {position:,.0f}, before {last:,.0f}"
+            raise ConfigError(problem, "list points in the order of training")
+        last = position
+        yield position, rate
 
 
 def learning_rate(run: Run, plan: Plan, consumed_sequences: int) -> float:
@@ -115,6 +132,8 @@ def learning_rate(run: Run, plan: Plan, consumed_sequences: int) -> float:
 
     Source: the rules of Megatron-LM's OptimizerParamScheduler; warmup starts from zero.
     """
+    if run.schedule.kind == "points":
+        return _between_points(plan.rate_points, consumed_sequences)
     peak, lowest = run.optimizer.learning_rate, run.schedule.minimum_learning_rate
     if consumed_sequences <= plan.warmup_sequences and plan.warmup_sequences > 0:
         return peak * consumed_sequences / plan.warmup_sequences
@@ -123,6 +142,15 @@ def learning_rate(run: Run, plan: Plan, consumed_sequences: int) -> float:
     if consumed_sequences > plan.decay_sequences:
         return lowest
     return lowest + (peak - lowest) * _share_of_peak(run, plan, consumed_sequences)
+
+
+def _between_points(points: tuple[tuple[float, float], ...], position: int) -> float:
+    if position <= points[0][0]:
+        return points[0][1]
+    for (start, before), (end, after) in pairwise(points):
+        if position <= end:
+            return before + (after - before) * (position - start) / (end - start)
+    return points[-1][1]
 
 
 def _share_of_peak(run: Run, plan: Plan, consumed_sequences: int) -> float:

@@ -12,11 +12,13 @@ import math
 from trainyard.architecture import (
     Layers,
     Shape,
+    block_groups,
     block_layers,
     parameters_of,
     rest_layers,
-    shapes_of,
+    shard_dimension,
 )
+from trainyard.config.precisions import Stored
 from trainyard.config.run import Run
 from trainyard.layout.resolve import Plan
 
@@ -28,17 +30,18 @@ def checkpoint_bytes(run: Run, n_parameters: int) -> int:
         run: its precision says what is kept.
         n_parameters: of the model, including the padding rows when saved.
     """
-    blocks = {f"blocks.{name}": shape for name, shape in shapes_of(block_layers(run.model)).items()}
-    n_in_block = sum(math.prod(shape) for shape in blocks.values())
-    block_bytes = sum(_bytes_of(run, name, shape) for name, shape in blocks.items())
-    n_layers = run.model.n_layers
-    outside = run.stored(False, 2).saved_bytes(n_parameters - n_layers * n_in_block)
-    return outside + n_layers * block_bytes
+    n_bytes, n_outside = 0, n_parameters
+    for kind, n in block_groups(run.model, (0, run.model.n_layers)):
+        for name, each in parameters_of(block_layers(kind)).items():
+            n_outside -= n * math.prod(each.shape)
+            n_bytes += n * _bytes_of(run, f"blocks.{name}", each.shape, each.is_trained)
+    return n_bytes + run.stored(False, 2).saved_bytes(n_outside)
 
 
-def _bytes_of(run: Run, name: str, shape: Shape) -> int:
+def _bytes_of(run: Run, name: str, shape: Shape, is_trained: bool = True) -> int:
     """Returns the checkpoint bytes of a parameter, or of a part of it."""
-    return run.stored(name.startswith("blocks."), len(shape)).saved_bytes(math.prod(shape))
+    stored = run.stored(name.startswith("blocks."), len(shape)) if is_trained else Stored()
+    return stored.saved_bytes(math.prod(shape))
 
 
 def rank_bytes(run: Run, plan: Plan, rank: int) -> int:
@@ -47,12 +50,8 @@ def rank_bytes(run: Run, plan: Plan, rank: int) -> int:
     place = topology.coordinates(rank)
     if place.replicate:
         return 0
-    n_shards = topology.shard * topology.context
-    share = place.shard * topology.context + place.context
-    if not run.parallel.shards_state:
-        if share:
-            return 0
-        n_shards = 1
+    n_copies, own = topology.shard * topology.context, place.shard * topology.context
+    own += place.context
 
     def written(layers: Layers, prefix: str = "") -> int:
         n_bytes = 0
@@ -60,16 +59,25 @@ def rank_bytes(run: Run, plan: Plan, rank: int) -> int:
             shape = parameter.shape
             if place.tensor and parameter.dimension is None:
                 continue
-            n_rows = math.ceil(shape[0] / n_shards)  # of the first shares; the last may have none
-            n_rows = max(0, min(n_rows, shape[0] - share * n_rows))
-            n_bytes += _bytes_of(run, prefix + name, (n_rows, *shape[1:]))
+            is_sharded = run.parallel.shards_state and parameter.is_trained
+            n_owners = topology.expert if parameter.of_experts else 1
+            n_shards, share = n_copies // n_owners if is_sharded else 1, own // n_owners
+            if share and not is_sharded:
+                continue
+            dimension = shard_dimension(shape, n_shards)
+            n_rows = math.ceil(shape[dimension] / n_shards)  # of the first; the last may have none
+            n_rows = max(0, min(n_rows, shape[dimension] - share * n_rows))
+            part = (*shape[:dimension], n_rows, *shape[dimension + 1 :])
+            n_bytes += _bytes_of(run, prefix + name, part, parameter.is_trained)
         return n_bytes
 
-    block_bytes = written(block_layers(run.model, topology.tensor), "blocks.")
     n_bytes = 0
     for blocks in plan.stages[place.pipeline :: topology.pipeline]:
         rest = rest_layers(run.model, plan.padded_vocabulary_size, blocks, topology.tensor)
         # The last stage's embedding is a copy.
-        own = {name: rest[name] for name in rest if name != "embedding" or blocks[0] == 0}
-        n_bytes += (blocks[1] - blocks[0]) * block_bytes + written(own)
+        kept = {name: rest[name] for name in rest if name != "embedding" or blocks[0] == 0}
+        n_bytes += written(kept)
+        for kind, n in block_groups(run.model, blocks):
+            layers = block_layers(kind, topology.tensor, topology.expert)
+            n_bytes += n * written(layers, "blocks.")
     return n_bytes

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
+from functools import wraps
 from typing import Any
 
 import torch
@@ -10,16 +12,46 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.backends import cuda
 from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils.checkpoint import checkpoint
 
 from trainyard.architecture import block_layers, rotation_values
 from trainyard.config.run import CUDNN_TOKENS, Model, Recompute
 from trainyard.model.dropout import ATTENTION_WEIGHTS, at_site, dropout, rows_of_heads
-from trainyard.model.linear import Linear, Norm, apply, as_output, recomputes
+from trainyard.model.linear import Linear, Norm, apply, as_output
 from trainyard.model.positions import Positions, cumulative_lengths, document_mask
 
 CUDNN, FLASH = "cudnn_attention", "flash_attention"
 FLASH_HEAD_MULTIPLE = 8
 """Its kernels take head sizes in multiples of this."""
+
+
+Forward = Callable[..., Tensor]
+"""The forward pass of a module: its input, the positions of tokens, and perhaps a cache."""
+
+
+def recomputes(part: Recompute) -> Callable[[Forward], Forward]:
+    """Decorates the forward pass of a part: its backward pass computes again what this one did.
+
+    Args:
+        part: does so in modules whose `recompute` is this, while they train.
+    """
+
+    def decorate(forward: Forward) -> Forward:
+        @wraps(forward)
+        def run(module: Any, x: Tensor, positions: Any, cache: Any = None) -> Tensor:
+            if module.recompute != part or not module.training:
+                return forward(module, x, positions, cache)
+            # Only attention dropout on a GPU draws from a generator.
+            seeds = positions.dropout_seeds
+            draws = seeds is not None and not seeds.is_cpu
+            out: Tensor = checkpoint(
+                forward, module, x, positions, use_reentrant=False, preserve_rng_state=draws
+            )
+            return out
+
+        return run
+
+    return decorate
 
 
 class KeyValueCache:
@@ -119,6 +151,7 @@ class CausalAttention(nn.Module):
         v: Tensor,
         dropout_seeds: Tensor | None = None,
         documents: Tensor | None = None,
+        n_before: int = 0,
     ) -> Tensor:
         """Mixes values: returns (B, H, T, K).
 
@@ -128,9 +161,11 @@ class CausalAttention(nn.Module):
             v: values, like the keys.
             dropout_seeds: of the block, (B,); None for no dropout.
             documents: from `describe`; None to see all tokens before.
+            n_before: heads between `first_head` and the first one here.
         """
         if dropout_seeds is not None and q.is_cpu:
-            return self._mix_with_dropout(q, k, v, at_site(dropout_seeds, self.site), documents)
+            seeds = at_site(dropout_seeds, self.site)
+            return self._mix_with_dropout(q, k, v, seeds, documents, self.first_head + n_before)
         rate = 0.0 if dropout_seeds is None else self.dropout
         if documents is None:
             if self.takes_cudnn and rate == 0 and q.shape[2] % CUDNN_TOKENS == 0:
@@ -141,7 +176,13 @@ class CausalAttention(nn.Module):
         return _attend(q, k, v, dropout_p=rate, attn_mask=documents)
 
     def _mix_with_dropout(
-        self, q: Tensor, k: Tensor, v: Tensor, dropout_seeds: Tensor, documents: Tensor | None
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        dropout_seeds: Tensor,
+        documents: Tensor | None,
+        first_head: int,
     ) -> Tensor:
         B, H, T, K = q.shape
         precise = torch.promote_types(q.dtype, torch.float32)
@@ -150,7 +191,7 @@ class CausalAttention(nn.Module):
         scores = torch.baddbmm(later, queries, keys.transpose(1, 2), alpha=1 / math.sqrt(K))
         scores = scores.view(B, H, T, T)
         weights = (scores if documents is None else scores + documents).softmax(-1)
-        rows = rows_of_heads(self.first_head, H, T, q.device)
+        rows = rows_of_heads(first_head, H, T, q.device)
         weights = dropout(weights, self.dropout, dropout_seeds, rows)
         return (weights.flatten(0, 1) @ values).view(B, H, T, K).to(q.dtype)
 
@@ -159,15 +200,22 @@ class Attention(nn.Module):
     """Multi-head causal self-attention, whose heads may share keys and values in groups.
 
     The rows of `qkv` are ordered (S, H/S + 2, K), so that equal shards keep groups whole.
+
+    Attributes:
+        n_shared: heads of keys and values in the whole model, S.
+        group_size: heads of queries that share one here.
+        share: exchanges outputs of `qkv` with other ranks, where more than S shard it.
     """
 
     def __init__(self, model: Model, recompute: Recompute = "none") -> None:
         super().__init__()
         self.recompute = recompute
         self.d_head, self.n_heads = model.d_head, model.n_heads
+        self.share: Callable[[Tensor], Tensor] | None = None
         layers = block_layers(model)
         _, (of_queries, *_) = layers["attention.qkv"].fused
         self.group_size = of_queries // model.d_head
+        self.n_shared = self.n_heads // self.group_size
         self.qkv = Linear(layers["attention.qkv"])
         norms = (layers.get(f"attention.{name}") for name in ("query_norm", "key_norm"))
         self.query_norm, self.key_norm = (
@@ -189,7 +237,8 @@ class Attention(nn.Module):
             positions: of its tokens.
             cache: keys and values of the tokens before `x`, when generating.
         """
-        q, k, v = self._split(self.qkv(x))
+        qkv = self.qkv(x)
+        q, k, v = self._split(qkv if self.share is None else self.share(qkv))
         if self.query_norm is not None and self.key_norm is not None:
             q, k = _normalize(q, self.query_norm), _normalize(k, self.key_norm)
         if positions.rotation is not None:

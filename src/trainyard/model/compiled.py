@@ -19,6 +19,7 @@ from trainyard.config.run import Model, Recompute
 from trainyard.errors import MachineError
 from trainyard.files import publish_text
 from trainyard.model.dropout import sequence_seeds
+from trainyard.model.experts import ExpertMLP
 from trainyard.model.gpt import GPT, Block
 from trainyard.model.linear import Layer, add_to_gradients, cast_once
 from trainyard.model.positions import PositionTable
@@ -28,26 +29,33 @@ BOUNDS = {torch.float32: 1e-3, torch.bfloat16: 0.1, torch.float16: 0.02}
 """Largest difference from rounding, of a gradient's norm; of a wrong one it is near 1."""
 
 
-def compile_blocks(model: GPT, *, in_order: bool = False) -> None:
-    """Compiles each block in place, and the loss; keeps parameter names.
+def compile_blocks(model: GPT, *, in_order: bool = False, defers: bool = False) -> None:
+    """Compiles each block in place, as one graph, and the loss; keeps parameter names.
 
     Args:
         model: this rank's part.
         in_order: keep the order of operations. Otherwise Inductor may change it to save memory, and
             computes weight gradients last instead of beside what ranks exchange.
+        defers: memory must not be used again inside a block: a backward pass leaves sums of
+            gradients for later (`defer_sums`), and what is sent is read until its exchange ends.
     """
-    options = {"reorder_for_peak_memory": False} if in_order else None
+    options = {"reorder_for_peak_memory": False} if in_order else {}
+    if defers:
+        options |= {"allow_buffer_reuse": False, "inplace_buffers": False}
     for block in model.blocks.values():
-        compile_block(block, options=options)
+        compile_block(block, fullgraph=True, options=options or None)
     if model.cross_entropy is not None:
         model.cross_entropy.compiles = True
 
 
 def compile_block(block: Any, **options: Any) -> None:
-    """Compiles a block in place; see `nn.Module.compile`."""
+    """Compiles a block in place, of one with experts all before them; see `nn.Module.compile`."""
     if block.recompute != "none":
         _recompute_functions()
-    block.compile(**options)
+    if isinstance(block.mlp, ExpertMLP):  # shapes of what follows depend on the data
+        block.attend = torch.compile(block.attend, **options)
+    else:
+        block.compile(**options)
 
 
 @cache
@@ -93,7 +101,7 @@ class Trial:
         """The model with few heads and features."""
         shares = self.model.n_heads > self.model.n_key_value_heads
         n_heads = 4 if shares else 2
-        sizes = {"n_layers": 1, "n_heads": n_heads, "n_key_value_heads": 2}
+        sizes = {"n_layers": 1, "n_heads": n_heads, "n_key_value_heads": 2, "n_experts": 0}
         sizes |= {"d_model": n_heads * self.model.d_head, "d_ff": 2 * n_heads * self.model.d_head}
         return self.model.model_copy(update=sizes | {"sequence_length": N_TOKENS})
 
@@ -104,8 +112,11 @@ class Trial:
         for name, parameter in block.named_parameters():
             mean = 1.0 if "norm.weight" in name else 0.0
             torch.nn.init.normal_(parameter, mean, 0.1, draw)
-        block.attention.core.dropout = 0.0  # on a GPU it draws from the device's generator
-        block.attention.core.takes_cudnn = self.takes_cudnn
+        core = block.attention.core
+        core.first_head = 2  # of the second tensor rank
+        if self.device.type != "cpu":
+            core.dropout = 0.0  # there it draws from the device's generator
+        core.takes_cudnn = self.takes_cudnn
         block.to(self.device).train()
         if compiled:
             compile_block(block, fullgraph=self.recompute == "none")

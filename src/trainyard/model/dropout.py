@@ -37,6 +37,7 @@ SITES_PER_BLOCK = 3
 
 # Constants of SplitMix64 (https://doi.org/10.1145/2660193.2660195), as signed numbers.
 INCREMENT = 0x9E3779B97F4A7C15 - 2**64
+_INVERSE = pow(INCREMENT, -1, 2**64) - 2**64
 _FIRST_FACTOR = 0xBF58476D1CE4E5B9 - 2**64
 _SECOND_FACTOR = 0x94D049BB133111EB - 2**64
 QUADRATIC_FACTOR = 0x2C1B3C6E  # any even number with mixed bits
@@ -75,7 +76,10 @@ def dropout(
     """
     if columns is None:
         columns = number_columns(x.shape[-1], x.device)
-    bits = mix(seeds.view(-1, *[1] * rows.ndim) + rows * INCREMENT)[..., None]  # (B, *R, 1)
+    # seeds + rows x INCREMENT. Of rows that a C++ compiler knows, such as heads 2 and 3, it takes
+    # the product for one that does not overflow: wrong (torch 2.13). No compiler knows seeds.
+    starts = (seeds * _INVERSE).view(-1, *[1] * rows.ndim)
+    bits = mix((starts + rows) * INCREMENT)[..., None]  # (B, *R, 1)
     factors = mix(columns * INCREMENT).to(torch.int32)  # (N)
     dropped: Tensor = _Dropout.apply(x, rate, bits, factors)  # type: ignore[no-untyped-call]
     return dropped

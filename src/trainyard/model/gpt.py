@@ -22,16 +22,19 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from trainyard.architecture import (
+    MOST_DRAWN_BYTES,
     Blocks,
     LayerSpec,
     ParameterSpec,
     block_layers,
+    model_of_block,
     parameters_of,
     stage_layers,
 )
 from trainyard.config.run import Model, Recompute
-from trainyard.model.attention import Attention, KeyValueCache
+from trainyard.model.attention import Attention, KeyValueCache, recomputes
 from trainyard.model.dropout import ATTENTION_OUTPUT, MLP_OUTPUT, Dropout
+from trainyard.model.experts import ExpertMLP
 from trainyard.model.linear import (
     Embedding,
     Layer,
@@ -39,15 +42,12 @@ from trainyard.model.linear import (
     MatmulFunction,
     Norm,
     PlainProduct,
-    recomputes,
 )
 from trainyard.model.loss import CrossEntropy, WholeVocabulary, score_sequences
 from trainyard.model.positions import Positions, PositionTable, find_document_ends
 
 Store = Callable[[nn.Parameter, ParameterSpec, Tensor], None]
 """Called with a parameter or a shard of it, its description, and the value of the whole."""
-MOST_BYTES = 4 * 2**30
-"""Limit on the whole parameters drawn at a time; a larger one is drawn alone."""
 
 
 class GPT(nn.Module):
@@ -70,6 +70,7 @@ class GPT(nn.Module):
         cross_entropy: the loss; None in stages before the last.
         position_table: what each token of a sequence needs to know of its position.
         end_id: last token of a document, if attention is within documents.
+        share: multiplies the output of the final norm, and so logits.
     """
 
     def __init__(
@@ -96,10 +97,11 @@ class GPT(nn.Module):
         self.positions = _embedding(self.layers.get("positions"))
         self.dropout = Dropout(model.dropout, site=0)
         self.blocks = nn.ModuleDict(
-            {str(number): Block(model, recompute) for number in range(*blocks)}
+            {str(n): Block(model_of_block(model, n), recompute) for n in range(*blocks)}
         )
         gives_loss = blocks[1] == model.n_layers
         self.final_norm = Norm(self.layers["final_norm"], model) if gives_loss else None
+        self.share = self.layers["final_norm"].multipliers.output if gives_loss else 1.0
         self.head = _embedding(self.layers.get("head"))
         self.cross_entropy: CrossEntropy | None = CrossEntropy() if gives_loss else None
         if gives_loss:
@@ -152,7 +154,13 @@ class GPT(nn.Module):
             x = self._embed(x, positions)
         for index, (number, block) in enumerate(self.blocks.items()):
             x = block(x, positions.in_block(int(number)), caches[index] if caches else None)
-        return x if self.final_norm is None else self.final_norm(x)
+        return x if self.final_norm is None else self._end(x)
+
+    def _end(self, x: Tensor) -> Tensor:
+        """Returns what the head multiplies."""
+        assert self.final_norm is not None, "this stage gives no hidden states for the head"
+        hidden: Tensor = self.final_norm(x)
+        return hidden if self.share == 1 else hidden * self.share
 
     def _embed(self, tokens: Tensor, positions: Positions) -> Tensor:
         """Maps token ids, (B, T), to the residual stream, (B, T, D)."""
@@ -177,13 +185,11 @@ class GPT(nn.Module):
             place: of the tokens in the texts, (1,), the `place` of all caches.
             caches: one per block, which saw the tokens before in `forward`.
         """
-        assert self.final_norm is not None, "this stage gives no hidden states for the head"
         positions = self.position_table.locate_next(place, starts, caches[0].most_tokens)
         x = self._embed(tokens[:, None], positions)
         for block, cache in zip(self.blocks.values(), caches, strict=True):
             x = block(x, positions, cache)
-        hidden: Tensor = self.final_norm(x)
-        return hidden[:, 0]
+        return self._end(x)[:, 0]
 
     def summed_loss(self, hidden: Tensor, labels: Tensor, scale: float | Tensor = 1.0) -> Tensor:
         """Sums the cross entropy of every labelled token, by `summed_cross_entropy`.
@@ -222,9 +228,15 @@ class GPT(nn.Module):
         Recomputed blocks keep none. On a CPU the embedding and the head are left out, so that their
         gradients are summed in the order of one micro batch after another.
         """
-        parts = [each for each in self.blocks.values() if each.recompute != "block"]
+        recomputed = [each for each in self.blocks.values() if each.recompute == "block"]
+        without = {layer for block in recomputed for layer in block.modules()}
+        return [layer for layer in self.layers_that_add() if layer not in without]
+
+    def layers_that_add(self) -> list[Layer]:
+        """Lists the layers whose backward passes may add to a gradient themselves."""
         ends = [end for end in (self.embedding, self.head) if end and not end.weight.is_cpu]
-        return [m for part in [*parts, *ends] for m in part.modules() if isinstance(m, Layer)]
+        parts = [*self.blocks.values(), *ends]
+        return [m for part in parts for m in part.modules() if isinstance(m, Layer)]
 
     def build_caches(self, n_tokens: int) -> list[KeyValueCache]:
         """Makes empty KV caches, one per block, for `n_tokens` or as many as a sequence has."""
@@ -236,20 +248,25 @@ def _embedding(spec: LayerSpec | None) -> Embedding | None:
 
 
 class Block(nn.Module):
-    """Attention, then MLP, each on the residual stream and added back to it.
+    """Attention, then MLP or experts, each on the residual stream and added back to it.
 
     The norm of each is before it or, if `model.norm_place` is "after", between it and the sum.
+
+    Attributes:
+        share: multiplies what each adds.
     """
 
     def __init__(self, model: Model, recompute: Recompute) -> None:
         super().__init__()
         self.recompute, self.norm_place = recompute, model.norm_place
         layers = block_layers(model)
+        last = "attention_norm" if model.norm_place == "after" else "attention.out"
+        self.share = layers[last].multipliers.output
         self.attention_norm = Norm(layers["attention_norm"], model)
         self.attention = Attention(model, recompute)
         self.attention_dropout = Dropout(model.dropout, ATTENTION_OUTPUT)
         self.mlp_norm = Norm(layers["mlp_norm"], model)
-        self.mlp = MLP(model)
+        self.mlp = _build_mlp(model)
         self.mlp_dropout = Dropout(model.dropout, MLP_OUTPUT)
 
     @recomputes("block")
@@ -263,17 +280,23 @@ class Block(nn.Module):
             positions: of its tokens, with the dropout seeds of this block.
             cache: keys and values of the tokens before, when generating.
         """
-        if self.norm_place == "before":
-            attended = self.attention(self.attention_norm(x), positions, cache)
-        else:
-            attended = self.attention_norm(self.attention(x, positions, cache))
-        x = x + self.attention_dropout(attended, positions.dropout_seeds, positions.tokens)
+        x = self.attend(x, positions, cache)
         if self.norm_place == "before":
             inner = self.mlp(self.mlp_norm(x))
         else:
             inner = self.mlp_norm(self.mlp(x))
-        out: Tensor = x + self.mlp_dropout(inner, positions.dropout_seeds, positions.tokens)
-        return out
+        inner = self.mlp_dropout(inner, positions.dropout_seeds, positions.tokens)
+        return torch.add(x, inner, alpha=self.share)
+
+    def attend(self, x: Tensor, positions: Positions, cache: KeyValueCache | None) -> Tensor:
+        """Adds attention to the residual stream."""
+        if self.norm_place == "before":
+            attended = self.attention(self.attention_norm(x), positions, cache)
+        else:
+            attended = self.attention_norm(self.attention(x, positions, cache))
+        seeds, tokens = positions.dropout_seeds, positions.tokens
+        attended = self.attention_dropout(attended, seeds, tokens)
+        return torch.add(x, attended, alpha=self.share)
 
 
 class MLP(nn.Module):
@@ -282,24 +305,32 @@ class MLP(nn.Module):
     For SwiGLU `up` holds both input matrices, its rows ordered (F, 2): gate and value of a feature.
     """
 
-    def __init__(self, model: Model) -> None:
+    def __init__(self, model: Model, name: str = "mlp") -> None:
         super().__init__()
         layers = block_layers(model)
-        self.up = Linear(layers["mlp.up"])
-        self.down = Linear(layers["mlp.down"])
+        self.up = Linear(layers[f"{name}.up"])
+        self.down = Linear(layers[f"{name}.down"])
         self.kind = model.mlp
         assert self.kind in ("gelu", "swiglu"), f"model.mlp={self.kind!r} has no computation"
 
     def forward(self, x: Tensor) -> Tensor:
         """Maps (B, T, D) to (B, T, D) through (B, T, F)."""
         inner = self.up(x)
-        if self.kind == "swiglu":
-            gate, value = self.up.split(inner)
-            inner = F.silu(gate) * value
-        else:
-            inner = F.gelu(inner, approximate="tanh")
+        inner = activate(*self.up.split(inner)) if self.kind == "swiglu" else activate(inner)
         out: Tensor = self.down(inner)
         return out
+
+
+def activate(x: Tensor, value: Tensor | None = None) -> Tensor:
+    """Computes GELU, or SwiGLU of a gate and a value."""
+    return F.gelu(x, approximate="tanh") if value is None else F.silu(x) * value
+
+
+def _build_mlp(model: Model) -> nn.Module:
+    if not model.n_experts:
+        return MLP(model)
+    shared = MLP(model, "mlp.shared") if model.n_shared_experts else None
+    return ExpertMLP(model, activate, shared)
 
 
 def store_whole(parameter: nn.Parameter, _spec: ParameterSpec, value: Tensor) -> None:
@@ -311,14 +342,14 @@ def initialize(model: GPT, seed: int, store: Store = store_whole) -> None:
     """Initializes every parameter like GPT-2 and Megatron-LM.
 
     Weights and embeddings are normal with `init_std`, residual outputs with init_std / sqrt(2 L);
-    biases are zero, norms one.
+    biases are zero, norms one; `model.parametrization` may scale them.
 
     Args:
         model: the model or a part of it.
         seed: the same seed gives the same weights in every layout.
         store: puts a value, or this rank's part of it, into its parameter.
     """
-    specs = parameters_of(model.layers)
+    specs = {n: each for n, each in parameters_of(model.layers).items() if each.is_trained}
 
     @torch.no_grad()
     def fill(name: str) -> None:
@@ -331,11 +362,11 @@ def initialize(model: GPT, seed: int, store: Store = store_whole) -> None:
 
 
 def _batches(sizes: Iterable[tuple[str, int]]) -> Iterator[list[str]]:
-    """Groups names in order, each group of `MOST_BYTES` of fp32 or of one name."""
+    """Groups names in order, each group of `MOST_DRAWN_BYTES` of fp32 or of one name."""
     batch: list[str] = []
     n_bytes = 0
     for name, size in sizes:
-        if batch and n_bytes + 4 * size > MOST_BYTES:
+        if batch and n_bytes + 4 * size > MOST_DRAWN_BYTES:
             yield batch
             batch, n_bytes = [], 0
         batch.append(name)

@@ -14,21 +14,17 @@ ones, and the matmul of a weight's gradient do it itself:
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from functools import wraps
+from functools import partial
 from typing import Any, Protocol
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, library, nn
-from torch.utils.checkpoint import checkpoint
 
 from trainyard.architecture import LayerSpec
-from trainyard.config.run import Model, Recompute
-
-Forward = Callable[..., Tensor]
-"""The forward pass of a module: its input, the positions of tokens, and perhaps a cache."""
+from trainyard.config.run import Model
 
 
 class MatmulFunction(Protocol):
@@ -60,24 +56,44 @@ class PlainProduct:
         return gradient.flatten(0, -2).T @ x.flatten(0, -2)
 
 
-class SharedInput(Protocol):
-    """The input of a matmul whose weight is sharded by outputs: every rank needs all of it."""
+class Exchange(Protocol):
+    """What ranks that shard a weight exchange around its matmul, in pieces of tokens.
+
+    Of a weight sharded by outputs (column-parallel), every rank needs all tokens of the input; of
+    one sharded by inputs (row-parallel), outputs are summed over ranks.
+
+    What is started runs beside computation until it is finished; in a backward pass, beside the
+    sums of gradients that wait for it (`defer_sums`).
+    """
 
     @property
     def gathers_again(self) -> bool:
-        """Whether the backward pass gathers it again instead of keeping it."""
+        """Whether the backward pass gathers an input again instead of keeping it."""
 
-    def start(self, x: Tensor, gradient: Tensor | None = None) -> Tensor:
-        """Starts to gather it from this rank's `x`; again, for the backward pass of `gradient`."""
+    def gather_and_multiply(
+        self, x: Tensor, multiply: Callable[..., Tensor], *factors: Any
+    ) -> tuple[list[Tensor], list[Tensor]]:
+        """Multiplies each piece of all tokens once it is here; returns products and pieces."""
 
-    def finish(self, started: Tensor) -> Tensor:
-        """Returns all of it."""
+    def start_gather(self, x: Tensor, gradient: Tensor | None = None) -> Sequence[Tensor]:
+        """Starts to gather all tokens; again, for the backward pass of `gradient`."""
 
-    def start_sum(self, gradient: Tensor) -> Tensor:
-        """Starts to sum the gradient of all of it over ranks."""
+    def finish_gather(self, started: Sequence[Tensor], n_sequences: int) -> Tensor:
+        """Returns all tokens."""
 
-    def finish_sum(self, started: Tensor) -> Tensor:
-        """Returns the gradient of this rank's `x`."""
+    def start_sum(
+        self, x: Tensor, multiply: Callable[..., Tensor], *factors: Any
+    ) -> Sequence[Tensor]:
+        """Multiplies each piece of all tokens, and starts to sum the product over ranks."""
+
+    def finish_sum(self, started: Sequence[Tensor], n_sequences: int) -> Tensor:
+        """Returns this rank's part of the sum."""
+
+
+def join(pieces: Sequence[Tensor], n_sequences: int) -> Tensor:
+    """Puts pieces, (b, t, N) each, together as (B, T, N)."""
+    whole = pieces[0] if len(pieces) == 1 else torch.cat(list(pieces))
+    return whole.view(n_sequences, -1, *whole.shape[-1:])
 
 
 class Layer(nn.Module):
@@ -89,15 +105,12 @@ class Layer(nn.Module):
             there is none yet.
         n_parts: matrices whose rows alternate in the weight; in casts they follow each other.
         is_cast: whether passes use a cast of it.
-        collect: sums over ranks the outputs of a layer that each rank has a part of; None
-            if each has all. A bias comes after it.
     """
 
     weight: nn.Parameter
     bias: nn.Parameter | None
     n_parts: int = 1
     is_cast: bool = True
-    collect: Callable[[Tensor], Tensor] | None = None
 
     def __init__(self, spec: LayerSpec) -> None:
         super().__init__()
@@ -131,8 +144,9 @@ class Linear(Layer):
 
     Attributes:
         product: computes the matmul; replaceable.
-        spread: gives every rank the whole input of a weight that ranks shard by outputs.
-        shared_input: does so too, beside the matmuls of the backward pass.
+        exchange: gives every rank the whole input of a weight that ranks shard by outputs, or sums
+            outputs, beside matmuls; None if nothing is exchanged.
+        sums_outputs: whether ranks shard the weight by inputs, so that `exchange` sums outputs.
     """
 
     def __init__(self, spec: LayerSpec) -> None:
@@ -140,33 +154,35 @@ class Linear(Layer):
         self.is_paired = spec.fused[1] == (1, 1)
         self.n_parts = 2 if self.is_paired else 1
         self.product: MatmulFunction = PlainProduct()
-        self.spread: Callable[[Tensor], Tensor] | None = None
-        self.shared_input: SharedInput | None = None
+        self.exchange: Exchange | None = None
+        self.sums_outputs = False
 
     def forward(self, x: Tensor) -> Tensor:
         """Maps (..., inputs) to (..., outputs)."""
-        x = x if self.spread is None else self.spread(x)
         weight, bias = self.cast(x.dtype)
-        if self.collect is None:
+        if not self.sums_outputs:
             return self._multiply(x, weight, bias)
-        out = self.collect(self._multiply(x, weight, None))
+        out = self._multiply(x, weight, None)  # a bias comes after the sum
         return out if bias is None else out + bias
 
     def _multiply(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         values = total = None
-        if self.is_paired and x.is_cpu and self.casts is None:
-            if not torch.is_grad_enabled() and x.shape[:-1].numel() < x.shape[-1]:
+        is_mixed = self.is_paired and x.is_cpu and self.casts is None
+        if is_mixed:
+            is_small = x.shape[:-1].numel() < x.shape[-1]
+            if is_small and self.exchange is None and not torch.is_grad_enabled():
                 paired = self.product(x, weight, bias)  # of few tokens: smaller than the weight
                 return torch.cat(paired.view(*x.shape[:-1], -1, 2).unbind(-1), -1)
             weight = _parts(weight, 2).reshape(weight.shape)
             bias = None if bias is None else _parts(bias, 2).reshape(bias.shape)
-        elif self.casts and self.sums and isinstance(self.product, PlainProduct):
-            weight, values, total = self.weight, self.casts[0], self.sums[0]
-        if values is None and self.shared_input is None:
+        if self.sums and isinstance(self.product, PlainProduct):
+            values = self.casts[0] if self.casts else weight.detach()
+            weight, total = self.weight, self.sums[0]
+        if values is None and self.exchange is None:
             return self.product(x, weight, bias)
-        out: Tensor = _Product.apply(  # type: ignore[no-untyped-call]
-            x, weight, values, total, bias, (self.product, self.shared_input, self.n_parts)
-        )
+        n_parts = self.n_parts if is_mixed or self.casts else 1
+        how = self.product, self.exchange, self.sums_outputs, n_parts
+        out: Tensor = _Product.apply(x, weight, values, total, bias, how)  # type: ignore[no-untyped-call]
         return out
 
     def split(self, outputs: Tensor) -> tuple[Tensor, Tensor]:
@@ -207,40 +223,17 @@ def apply(function: type[torch.autograd.Function], *arguments: Any) -> Tensor:
     return out
 
 
-def recomputes(part: Recompute) -> Callable[[Forward], Forward]:
-    """Decorates the forward pass of a part: its backward pass computes again what this one did.
-
-    Args:
-        part: does so in modules whose `recompute` is this, while they train.
-    """
-
-    def decorate(forward: Forward) -> Forward:
-        @wraps(forward)
-        def run(module: Any, x: Tensor, positions: Any, cache: Any = None) -> Tensor:
-            if module.recompute != part or not module.training:
-                return forward(module, x, positions, cache)
-            # Only attention dropout on a GPU draws from a generator.
-            seeds = positions.dropout_seeds
-            draws = seeds is not None and not seeds.is_cpu
-            out: Tensor = checkpoint(
-                forward, module, x, positions, use_reentrant=False, preserve_rng_state=draws
-            )
-            return out
-
-        return run
-
-    return decorate
-
-
 class Embedding(Layer):
-    """A matrix whose rows are read by number, in fp32; a head multiplies by its cast.
+    """A matrix whose rows are read by number; a head multiplies by its cast.
 
     Attributes:
         first_row: number of its first row, where ranks shard the rows.
+        collect: sums over ranks what each has a part of; None if each has all.
     """
 
     is_cast = False
     first_row: int = 0
+    collect: Callable[[Tensor], Tensor] | None = None
 
     def forward(self, rows: Tensor) -> Tensor:
         """Maps (B, T), int64, to (B, T, D)."""
@@ -259,18 +252,21 @@ class _Rows(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, rows: Tensor, weight: Tensor, total: Tensor | None) -> Tensor:
         ctx.save_for_backward(rows)
-        ctx.n_rows = len(weight)
+        ctx.n_rows, ctx.dtype = len(weight), weight.dtype
         ctx.total = total  # not saved, which would forbid the head to add to it before
         return F.embedding(rows, weight)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[None, Tensor | None, None]:
         (rows,) = ctx.saved_tensors
+        # Many tokens share a row: they are summed in fp32.
+        gradient = gradient.to(torch.promote_types(gradient.dtype, torch.float32))
         if ctx.total is not None:
             ctx.total.index_add_(0, rows.flatten(), gradient.flatten(0, -2))
             return None, None, None
         dense = torch.ops.aten.embedding_dense_backward
-        return None, dense(gradient, rows, ctx.n_rows, -1, scale_grad_by_freq=False), None
+        of_rows = dense(gradient, rows, ctx.n_rows, -1, scale_grad_by_freq=False)
+        return None, of_rows.to(ctx.dtype), None
 
 
 class Norm(Layer):
@@ -364,20 +360,34 @@ def cast_once(layers: Iterable[Layer], dtype: torch.dtype) -> Iterator[None]:
             each.casts = each.sums = None
 
 
-def add_to_gradients(layers: Iterable[Layer]) -> None:
+def add_to_gradients(layers: Iterable[Layer], *, is_ahead: bool = False) -> None:
     """Makes the next backward pass add to the gradients of layers under `cast_once`.
 
-    Their parameters then get no gradient from autograd. Call it before each forward pass, whose
-    backward pass must follow before the next. An embedding's gradient is made here, since a tied
-    one has two parts.
+    Their parameters then get no gradient from autograd. Call it before each forward pass, which
+    gets tensors of its own: autograd checks that nothing has changed those it saved. An
+    embedding's gradient is made here, since a tied one has two parts.
+
+    Args:
+        layers: those of the pass.
+        is_ahead: other backward passes may come before that of the next forward pass, so that all
+            gradients are made here, of layers without casts too.
     """
-    for each in layers:
-        if isinstance(each, Embedding):
-            if each.weight.grad is None:
-                each.weight.grad = torch.zeros_like(each.weight)
-            each.sums = each.weight.grad, None
-        elif each.casts is not None:
-            each.sums = each.weight.grad, None if each.bias is None else each.bias.grad
+    adding: list[Layer] = []
+    missing: list[nn.Parameter] = []
+    for each in layers:  # without generators: their steps are calls, and this is done every pass
+        is_made = is_ahead or isinstance(each, Embedding)
+        if is_made or each.casts is not None:
+            adding.append(each)
+        if is_made:
+            missing += [p for p in (each.weight, each.bias) if p is not None and p.grad is None]
+    zeros = [torch.empty_like(parameter) for parameter in missing]
+    if zeros:  # one kernel for many
+        torch._foreach_zero_(zeros)
+    for parameter, gradient in zip(missing, zeros, strict=True):
+        parameter.grad = gradient
+    for each in adding:
+        total, of_bias = each.weight.grad, None if each.bias is None else each.bias.grad
+        each.sums = None if total is None else total.data, None if of_bias is None else of_bias.data
 
 
 class _KnownCast(torch.autograd.Function):
@@ -406,15 +416,24 @@ class _KnownCast(torch.autograd.Function):
 
 def multiply_by(product: MatmulFunction, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """Multiplies, with the gradients that `product` computes."""
-    out: Tensor = _Product.apply(x, weight, None, None, bias, (product, None, 1))  # type: ignore[no-untyped-call]
+    out: Tensor = _Product.apply(x, weight, None, None, bias, (product, None, False, 1))  # type: ignore[no-untyped-call]
     return out
 
 
 class _Product(torch.autograd.Function):
-    """A matmul whose backward pass sums in fp32, and computes while ranks exchange its input.
+    """A matmul whose backward pass sums in fp32, and computes while ranks exchange.
 
     `weight` receives the gradient, and has the values to multiply by. With others in `values`, the
     gradient is summed in fp32 by the matmul.
+
+    Pieces of tokens overlap: g gathers or s sums one, m multiplies it; w is the weight's gradient,
+    and v that of the layer that was before in the backward pass, if it could wait (`defer_sums`).
+
+                       forward                   backward
+        column         g0 g1 .  .                g  s0 s1
+                       .  m0 m1 .                m0 m1 v
+        row            .  s0 s1                  g  .
+                       m0 m1 .                   v  m     or, if none waits, pieces as forward
     """
 
     @staticmethod
@@ -425,32 +444,53 @@ class _Product(torch.autograd.Function):
         values: Tensor | None,
         total: Tensor | None,
         bias: Tensor | None,
-        how: tuple[MatmulFunction, SharedInput | None, int],
+        how: tuple[MatmulFunction, Exchange | None, bool, int],
     ) -> Tensor:
-        product, shared, _ = how
-        whole = x if shared is None else shared.finish(shared.start(x))
-        again = shared is not None and shared.gathers_again
+        product, exchange, sums_outputs, _ = how
         factor = weight if values is None else values
-        ctx.save_for_backward(x if again else whole, factor, total)
-        ctx.how, ctx.again = how, shared if again else None
+        kept: Sequence[Tensor] = [x]
+        if exchange is None:
+            out = product(x, factor, bias)
+        elif sums_outputs:
+            out = exchange.finish_sum(exchange.start_sum(x, product, factor), len(x))
+        else:
+            products, whole = exchange.gather_and_multiply(x, product, factor, bias)
+            out = join(products, len(x))
+            kept = kept if exchange.gathers_again else whole
+        ctx.save_for_backward(factor, total, *kept)
+        ctx.how = how
         ctx.sums, ctx.has_bias = values is not None, bias is not None
-        return product(whole, factor, bias)
+        return out
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
-        x, factor, total = ctx.saved_tensors
-        product, shared, n_parts = ctx.how
-        arriving = ctx.again.start(x, gradient) if ctx.again else x
-        of_whole = product.input_gradient(gradient, factor)
-        summed = shared.start_sum(of_whole) if shared else of_whole
-        whole = ctx.again.finish(arriving) if ctx.again else arriving
+        factor, total, *kept = ctx.saved_tensors
+        product, exchange, sums_outputs, n_parts = ctx.how
+        n_sequences = len(gradient)
+        sums: Sequence[Tensor] = []
+        if exchange is None or sums_outputs:
+            (whole,) = kept
+            if exchange is not None and total is None:  # no matmul waits for the exchange
+                both = exchange.gather_and_multiply(gradient, product.input_gradient, factor)
+                of_x, gradient = (join(pieces, n_sequences) for pieces in both)
+            else:
+                if exchange is not None:
+                    gradient = exchange.finish_gather(exchange.start_gather(gradient), n_sequences)
+                of_x = product.input_gradient(gradient, factor)
+        else:
+            again = exchange.gathers_again
+            started = exchange.start_gather(kept[0], gradient) if again else []
+            sums = exchange.start_sum(gradient, product.input_gradient, factor)
+            join_all = exchange.finish_gather if again else join
+            whole = join_all(started if again else kept, n_sequences)
         rows = gradient.flatten(0, -2)
         if ctx.sums:
             of_weight = sum_product(total, rows.t(), whole.flatten(0, -2), n_parts=n_parts)
         else:
             of_weight = product.weight_gradient(gradient, whole)
         of_bias = rows.sum(0) if ctx.has_bias else None
-        of_x = shared.finish_sum(summed) if shared else summed
+        if sums:
+            of_x = exchange.finish_sum(sums, n_sequences)
         return of_x, of_weight if total is None else None, None, None, of_bias, None
 
 
@@ -464,8 +504,54 @@ def sum_product(
     if total is None:
         product: Tensor = torch.ops.trainyard.product(a, b, scale, n_parts)
         return product
-    torch.ops.trainyard.add_product(total, a, b, scale, n_parts)
+    if torch.compiler.is_compiling() or not _defer(total, a, b, scale, n_parts):
+        torch.ops.trainyard.add_product(total, a, b, scale, n_parts)
     return total
+
+
+Sums = list[Callable[[], None]]
+_WAITING: list[tuple[Sums, bool]] = []
+"""The last one gets the sums of `defer_sums`; whether they wait for an exchange only."""
+
+
+@contextmanager
+def defer_sums(*, for_exchange: bool = False) -> Iterator[Sums]:
+    """Yields a list, which gets what backward passes inside would have added to gradients.
+
+    Args:
+        for_exchange: the next exchange that is started inside computes them, or else the end.
+    """
+    sums = Sums()
+    _WAITING.append((sums, for_exchange))
+    try:
+        yield sums
+    finally:
+        _WAITING.pop()
+    if for_exchange:
+        compute_sums(sums)
+
+
+def compute_beside_exchange() -> None:
+    """Computes the sums that waited for an exchange, which has been started."""
+    if _WAITING and _WAITING[-1][1]:
+        compute_sums(_WAITING[-1][0])
+
+
+def _defer(*arguments: Any) -> bool:
+    if _WAITING:
+        _WAITING[-1][0].append(partial(torch.ops.trainyard.add_product, *arguments))
+    return bool(_WAITING)
+
+
+@torch.no_grad()
+def compute_sums(sums: Sums) -> None:
+    """Adds what was deferred, and frees what each sum needs after it; defers nothing meanwhile."""
+    waiting, _WAITING[:] = _WAITING[:], []
+    try:
+        while sums:
+            sums.pop()()
+    finally:
+        _WAITING[:] = waiting
 
 
 # Operations of their own, because Inductor would add in a kernel after the matmul.
@@ -475,7 +561,12 @@ _LIBRARY.define("product(Tensor a, Tensor b, float scale, int parts) -> Tensor")
 
 
 @library.impl(_LIBRARY, "add_product", "CompositeExplicitAutograd")
-def _add_product(
+def _add_product(total: Tensor, a: Tensor, b: Tensor, scale: float, n_parts: int) -> None:
+    if not _defer(total, a, b, scale, n_parts):  # the call of a compiled block
+        _multiply_into(total, a, b, scale, n_parts)
+
+
+def _multiply_into(
     total: Tensor, a: Tensor, b: Tensor, scale: float, n_parts: int, beta: float = 1.0
 ) -> None:
     parts = _parts(total, n_parts)
@@ -490,7 +581,7 @@ def _add_product(
 def _product(a: Tensor, b: Tensor, scale: float, n_parts: int) -> Tensor:
     make = torch.empty if _has_mixed_matmuls(a) else torch.zeros
     total = make(len(a), b.shape[1], dtype=torch.float32, device=a.device)
-    _add_product(total, a, b, scale, n_parts, beta=0.0)
+    _multiply_into(total, a, b, scale, n_parts, beta=0.0)
     return total
 
 

@@ -140,7 +140,7 @@ def summed_cross_entropy(
 
     Args:
         hidden: final hidden states, (B, T, D), in the compute precision.
-        weight: output matrix, (V, D), fp32.
+        weight: output matrix, (V, D), fp32 or in the compute precision.
         labels: next token ids, (B, T), int64; -100 for no label.
         options: the rows of `weight`, and more.
         scale: multiplies the sum; one over the tokens of a step makes it a part of their mean. A
@@ -258,7 +258,9 @@ class _SummedCrossEntropy(torch.autograd.Function):
                 rows = rows.masked_fill(nothing, 0.0)
                 weight_gradient = _add_product(weight_gradient, error.t(), rows, scale, like=weight)
                 del error
-        ctx.save_for_backward(hidden_gradient, weight_gradient if options.total is None else None)
+        if weight_gradient is not None:  # one that ranks gather is in the compute precision
+            weight_gradient = weight_gradient.to(weight.dtype) if options.total is None else None
+        ctx.save_for_backward(hidden_gradient, weight_gradient)
         return as_output(loss) if scale is None else scale * loss
 
     @staticmethod
@@ -354,11 +356,12 @@ def _scaled(x: Tensor, scale: float | Tensor) -> Tensor:
 def _add_product(
     total: Tensor | None, a: Tensor, b: Tensor, scale: float | Tensor, like: Tensor
 ) -> Tensor:
-    """Adds scale x a @ b to `total`, if given, in the precision of `like`."""
+    """Adds scale x a @ b to `total`, if given, of the shape of `like`, in fp32 or more precise."""
+    precise = torch.promote_types(torch.float32, a.dtype)
     if isinstance(scale, Tensor):
-        total = torch.zeros_like(like) if total is None else total
+        total = torch.zeros_like(like, dtype=precise) if total is None else total
         return total.addcmul_(a @ b, scale)
-    if a.dtype != like.dtype:
+    if a.dtype != precise:
         return sum_product(total, a, b, scale)
     if total is None:
         return torch.addmm(like, a, b, beta=0.0, alpha=scale)

@@ -29,6 +29,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
+from trainyard.architecture import UNSCALED, Multipliers
 from trainyard.config.precisions import EXPONENTS, MASTER, MOMENTS, SCALED_COLUMNS
 from trainyard.config.run import Optimizer
 from trainyard.model.dropout import INCREMENT, mix
@@ -51,17 +52,24 @@ class AdamW:
     Args:
         parameters: of this rank, in one precision.
         settings: of the run; one-dimensional parameters (biases and norms) are not decayed.
+        multipliers: of each parameter; absent: all 1.
 
     Attributes:
         moments: of each parameter by name; empty before the first update.
     """
 
-    def __init__(self, parameters: Sequence[nn.Parameter], settings: Optimizer) -> None:
+    def __init__(
+        self,
+        parameters: Sequence[nn.Parameter],
+        settings: Optimizer,
+        multipliers: Sequence[Multipliers] = (),
+    ) -> None:
         self.parameters = parameters
-        matrices = [parameter for parameter in parameters if parameter.ndim > 1]
-        vectors = [parameter for parameter in parameters if parameter.ndim == 1]
-        groups = [(matrices, settings.weight_decay), (vectors, 0.0)]
-        self._groups = [(group, decay) for group, decay in groups if group]
+        multipliers = multipliers or [UNSCALED] * len(parameters)
+        self._groups: dict[tuple[float, Multipliers], list[nn.Parameter]] = {}
+        for parameter, each in zip(parameters, multipliers, strict=True):
+            decay = settings.weight_decay * each.decay if parameter.ndim > 1 else 0.0
+            self._groups.setdefault((decay, each), []).append(parameter)
         self._settings = settings
         self.moments: dict[nn.Parameter, dict[str, Tensor]] = {}
         device = parameters[0].device if parameters else None
@@ -74,7 +82,7 @@ class AdamW:
             self.prepare_state(0)
         beta1, beta2 = self._settings.betas
         self._n_updates += 1
-        for group, decay in self._groups:
+        for (decay, multipliers), group in self._groups.items():
             gradients = [parameter.grad for parameter in group if parameter.grad is not None]
             assert len(gradients) == len(group), "each parameter has a gradient"
             moments = [self.moments[parameter] for parameter in group]
@@ -86,11 +94,11 @@ class AdamW:
                 second,
                 [],
                 [self._n_updates] * len(group),
-                lr=learning_rate,
+                lr=learning_rate * multipliers.rate,
                 beta1=beta1,
                 beta2=beta2,
                 weight_decay=decay,
-                eps=self._settings.epsilon,
+                eps=self._settings.epsilon * multipliers.epsilon,
                 amsgrad=False,
                 maximize=False,
                 grad_scale=divisor,
@@ -164,17 +172,17 @@ class LowPrecisionAdamW:
     ) -> None:
         self.matrices: dict[str, Matrix] = {}
         self.vectors: dict[str, tuple[LocalParameter, nn.Parameter]] = {}
-        precise = []
+        plain = []
         for local, place in parameters:
             if MASTER not in local.stored.states:
-                precise.append(local.parameter)
+                plain.append((local.parameter, local.multipliers))
             elif local.parameter.ndim > 1:
                 self.matrices[local.name] = Matrix(local, place, seed)
             else:
                 master = nn.Parameter(local_part(local.parameter).float())
                 self.vectors[local.name] = (local, master)
-        masters = [master for _, master in self.vectors.values()]
-        self.plain = AdamW([*precise, *masters], settings)
+        plain += [(master, local.multipliers) for local, master in self.vectors.values()]
+        self.plain = AdamW([each for each, _ in plain], settings, [m for _, m in plain])
         self._settings = settings
         device = next(iter(self.matrices.values())).key.device
         self._n_updates = torch.zeros((), dtype=torch.int64, device=device)
@@ -198,15 +206,16 @@ class LowPrecisionAdamW:
         self._n_updates += skip == 0
         settings = self._settings
         n, (beta1, beta2) = self._n_updates.double(), settings.betas
-        step = (
-            torch.full((), learning_rate, device=n.device),  # a tensor created without a copy
-            divisor,
-            skip != 0,
-            (1 - beta1**n).float(),
-            (1 - beta2**n).float(),
-        )
-        constants = (beta1, beta2, settings.epsilon, settings.weight_decay)
+        of_all = (divisor, skip != 0, (1 - beta1**n).float(), (1 - beta2**n).float())
+        rates = {
+            rate: torch.full((), learning_rate * rate, device=n.device)  # created without a copy
+            for rate in {matrix.local.multipliers.rate for matrix in self.matrices.values()}
+        }
         for matrix in self.matrices.values():
+            m = matrix.local.multipliers
+            step = (rates[m.rate], *of_all)
+            epsilon, decay = settings.epsilon * m.epsilon, settings.weight_decay * m.decay
+            constants = (beta1, beta2, epsilon, decay)
             key = mix(matrix.key + self._n_updates * INCREMENT)
             gradient = matrix.local.converted_gradient
             assert isinstance(gradient, BlockScaledTensor), matrix.local.name

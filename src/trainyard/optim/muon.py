@@ -6,8 +6,9 @@
     weight      w = w - rate (0.2 sqrt(max(rows, columns)) o + decay w)
 
 The scale gives updates the size of AdamW's, so that its learning rate and weight decay carry over
-(Moonlight, arXiv:2502.16982). Queries, keys and values are orthogonalized apart, as three matrices,
-as there and in Megatron-Core; their fused weight alternates their rows head by head.
+(Moonlight, arXiv:2502.16982); `model.parametrization` may multiply it. Queries, keys and values are
+orthogonalized apart, as three matrices, as there and in Megatron-Core; their fused weight
+alternates their rows head by head.
 
 Only a whole matrix can be orthogonalized. The ranks at a pipeline rank share this work: in rounds
 of as many matrices as ranks, largest first, each rank computes one of them.
@@ -16,6 +17,9 @@ of as many matrices as ranks, largest first, each rank computes one of them.
     all-to-all                parts of a to rank 0, of b to rank 1, ..
     Newton-Schulz             rank 0    rank 1    rank 2    rank 3
     all-to-all                each rank gets its parts of o of a, b, c, d
+
+Experts are many matrices of one shape: the ranks that hold them orthogonalize them in one batch,
+and tensor ranks, which hold a part of each, deal them out among themselves.
 
 Ranks that hold the same part of a weight each send a piece of it, and all get the same numbers
 back. So every layout computes what one device computes, and no matrix is computed twice. Messages
@@ -29,13 +33,15 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
+import torch.distributed as dist
+import torch.nn.functional as F
 from torch import Tensor
 
 from trainyard.architecture import Fused, LayerSpec, Shape, find_layer, in_rounds
 from trainyard.config.precisions import MOMENTUM
 from trainyard.config.run import Run
 from trainyard.optim.adamw import AdamW
-from trainyard.parallel.collectives import finish, start_all_to_all
+from trainyard.parallel.collectives import all_to_all, finish, start_all_to_all
 from trainyard.parallel.mesh import Mesh
 from trainyard.parallel.model import LocalParameter, ParallelModel
 from trainyard.parallel.placement import Placement, local_part, whole
@@ -51,7 +57,7 @@ def orthogonalize(update: Tensor, fused: Fused = (1, ())) -> Tensor:
     """Returns a matrix with the same singular vectors, and singular values near 1.
 
     Args:
-        update: (rows, columns), in the precision to compute in.
+        update: (rows, columns), in the precision to compute in; or a batch of such matrices.
         fused: of its `LayerSpec`; each of the matrices is orthogonalized apart, and smaller ones
             are scaled down, as AdamW's size needs.
     """
@@ -66,13 +72,14 @@ def orthogonalize(update: Tensor, fused: Fused = (1, ())) -> Tensor:
             alone = orthogonalize(matrix)
             parts.append((alone if share == 1 else alone * share).view_as(part))
         return torch.cat(parts, 1).view(update.shape)
-    rows, columns = update.shape
+    rows, columns = update.shape[-2:]
     x = update.mT if rows > columns else update
-    x = x / x.norm().clamp(min=SMALLEST_NORM)
+    x = x / x.norm(dim=(-2, -1), keepdim=True).clamp(min=SMALLEST_NORM)
+    multiply = torch.addmm if x.ndim == 2 else torch.baddbmm
     a, b, c = COEFFICIENTS
     for _ in range(N_ITERATIONS):
         gram = x @ x.mT
-        x = torch.addmm(x, torch.addmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
+        x = multiply(x, multiply(gram, gram, gram, beta=b, alpha=c), x, beta=a)
     return x.mT.contiguous() if rows > columns else x
 
 
@@ -110,7 +117,10 @@ class _Exchange:
             shard = at.shard * topology.context + at.context
             held.append(part.cut(0, shard, n_shards) if sharded else part)
             n_copies = topology.replicate if sharded else n_shards
-            sent.append(held[-1].cut(0, at.replicate if sharded else shard, n_copies))
+            copy = at.replicate if sharded else shard
+            if dimension is None:
+                n_copies, copy = n_copies * topology.tensor, copy * topology.tensor + at.tensor
+            sent.append(held[-1].cut(0, copy, n_copies))
         self.sent, self.held = ([math.prod(p.local_shape) for p in ps] for ps in (sent, held))
         rank = mesh.rank % len(held)
         self.first = (sent[rank].offsets[0] - held[rank].offsets[0]) * held[rank].local_shape[1]
@@ -151,7 +161,36 @@ class _Matrix:
     @property
     def scale(self) -> float:
         """What gives an orthogonalized update the size of AdamW's."""
-        return max(_size(*shape) for shape in self.layer.matrices)
+        largest = max(_size(*shape) for shape in self.layer.matrices)
+        return largest * self.local.multipliers.muon_rate
+
+
+@dataclass(frozen=True)
+class _Experts:
+    """Matrices of the experts that this rank holds, or its part of each, with their state."""
+
+    local: LocalParameter
+    momentum: Tensor
+    tensor: dist.ProcessGroup | None
+
+    @property
+    def scale(self) -> float:
+        """What gives an orthogonalized update the size of AdamW's."""
+        return _size(*self.local.placement.shape[-2:]) * self.local.multipliers.muon_rate
+
+    def orthogonalize(self, update: Tensor) -> Tensor:
+        """Maps (experts, .., rows, columns), this rank's part, to that of the orthogonalized."""
+        group, dimension = self.tensor, self.local.dimension
+        if group is None or dimension is None:
+            return orthogonalize(update.flatten(0, -3)).view_as(update)
+        n, n_ranks = len(update), group.size()
+        sent = update if n % n_ranks == 0 else F.pad(update.flatten(1), (0, 0, 0, -n % n_ranks))
+        # Each rank gets the parts of its experts, and sends them back.
+        sent = sent.view(n_ranks, -1, *update.shape[1:])
+        experts = torch.cat(all_to_all(sent, group).unbind(), dimension)
+        experts = orthogonalize(experts.flatten(0, -3)).view_as(experts)
+        parts = torch.stack(experts.chunk(n_ranks, dimension))
+        return all_to_all(parts, group).flatten(0, 1)[:n]
 
 
 class Muon:
@@ -165,22 +204,28 @@ class Muon:
     def __init__(self, parallel_model: ParallelModel, run: Run) -> None:
         mesh, locals_ = parallel_model.mesh, parallel_model.local_parameters
         rest = [local for local in locals_ if MOMENTUM not in local.stored.states]
-        self.rest = AdamW([local.parameter for local in rest], run.optimizer)
+        multipliers = [local.multipliers for local in rest]
+        self.rest = AdamW([local.parameter for local in rest], run.optimizer, multipliers)
         self._settings, self._group = run.optimizer, mesh.stage
         dtype = next(iter(parallel_model.stages.values())).compute_dtype
         self._dtype = dtype if dtype.itemsize > torch.bfloat16.itemsize else torch.bfloat16
         exchanges: dict[tuple[Shape, int | None], _Exchange] = {}
-        self.matrices: dict[str, _Matrix] = {}
+        self.matrices: dict[str, _Matrix | _Experts] = {}
         for local in locals_:
             if MOMENTUM in local.stored.states:
                 layer = find_layer(run.model, local.name)
+                if layer.kind == "experts":
+                    momentum = torch.zeros_like(local_part(local.parameter))
+                    self.matrices[local.name] = _Experts(local, momentum, mesh.tensor)
+                    continue
                 kind = layer.weight, local.dimension
                 if kind not in exchanges:
                     sharded = run.parallel.shards_state
                     exchanges[kind] = _Exchange(mesh, *kind, sharded=sharded)
                 momentum = torch.zeros_like(local_part(local.parameter))
                 self.matrices[local.name] = _Matrix(local, layer, momentum, exchanges[kind])
-        matrices = list(self.matrices.values())
+        matrices = [each for each in self.matrices.values() if isinstance(each, _Matrix)]
+        self._experts = [each for each in self.matrices.values() if isinstance(each, _Experts)]
         n_ranks = 1 if self._group is None else self._group.size()
         rounds = in_rounds([matrix.layer.weight for matrix in matrices], n_ranks)
         self._rounds = [[matrices[number] for number in numbers] for numbers in rounds]
@@ -192,13 +237,17 @@ class Muon:
         # Where an update is skipped, gradients count as 0 and all else is multiplied by 0 or 1.
         done = (skip == 0).double()
         decay = 1 - done * (learning_rate * self._settings.weight_decay)
+        for each in self._experts:
+            part = each.orthogonalize(self._advance(each, divisor, done))
+            weight = local_part(each.local.parameter).mul_(decay)
+            weight.addcmul_(part.view_as(weight), done * (-learning_rate * each.scale))
         for matrices in self._rounds:
             updates = (self._advance(matrix, divisor, done) for matrix in matrices)
             for matrix, part in zip(matrices, self._orthogonalize(matrices, updates), strict=True):
                 weight = local_part(matrix.local.parameter).mul_(decay)
                 weight.addcmul_(part.view_as(weight), done * (-learning_rate * matrix.scale))
 
-    def _advance(self, matrix: _Matrix, divisor: Tensor, done: Tensor) -> Tensor:
+    def _advance(self, matrix: _Matrix | _Experts, divisor: Tensor, done: Tensor) -> Tensor:
         """Updates the momentum; returns the update before it is orthogonalized."""
         gradient, momentum = matrix.local.gradient, matrix.momentum
         assert isinstance(gradient, Tensor), matrix.local.name

@@ -11,7 +11,6 @@ from trainyard.config.run import Run
 from trainyard.optim.adamw import AdamW, LowPrecisionAdamW
 from trainyard.optim.muon import Muon
 from trainyard.parallel.model import LocalParameter, ParallelModel
-from trainyard.parallel.placement import place
 
 
 class LocalOptimizer(Protocol):
@@ -48,9 +47,7 @@ def build_optimizer(parallel_model: ParallelModel, run: Run) -> LocalOptimizer:
         return Muon(parallel_model, run)
     assert run.optimizer.kind == "adamw", f"optimizer.kind={run.optimizer.kind!r} has no class"
     if not any(MASTER in each.stored.states for each in parameters):
-        return AdamW([each.parameter for each in parameters], run.optimizer)
-    places = [
-        (each, place(each.parameter, each.dimension, parallel_model.tensor_shard))
-        for each in parameters
-    ]
+        multipliers = [each.multipliers for each in parameters]
+        return AdamW([each.parameter for each in parameters], run.optimizer, multipliers)
+    places = [(each, each.placement) for each in parameters]
     return LowPrecisionAdamW(places, run.optimizer, run.train.seed, run.train.compile != "never")

@@ -28,7 +28,7 @@ from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor, library, nn
 
 from trainyard.config.run import Run
 from trainyard.errors import ConfigError
@@ -36,9 +36,10 @@ from trainyard.model.attention import FLASH_HEAD_MULTIPLE, CausalAttention
 from trainyard.model.gpt import GPT
 from trainyard.model.linear import as_output
 from trainyard.model.positions import document_mask
-from trainyard.parallel.collectives import exchange_parts, finish, sent_again, start_all_to_all
+from trainyard.parallel.collectives import exchange_parts, finish, start_all_to_all
 
 Method = Literal["ulysses", "ring"]
+_c10d: Any = dist.distributed_c10d
 
 
 class UlyssesAttention(nn.Module):
@@ -52,7 +53,7 @@ class UlyssesAttention(nn.Module):
     def __init__(self, core: CausalAttention, group: dist.ProcessGroup) -> None:
         super().__init__()
         self.core = core
-        self.first_head = core.first_head
+        self.first_head = 0  # tensor ranks set it
         self._group = group
 
     def describe(self, ends: Tensor, n_tokens: int, dtype: torch.dtype) -> Tensor:
@@ -75,7 +76,7 @@ class UlyssesAttention(nn.Module):
         n_ranks = self._group.size()
         B, H, n_tokens, K = q.shape
         heads = H // n_ranks  # fewer if tensor parallelism was applied later
-        self.core.first_head = self.first_head + self._group.rank() * heads
+        n_before = self.first_head + self._group.rank() * heads
         # Ranks and tokens first, so that heads and tokens merge without a copy on arrival.
         parts = [
             x.view(B, n_ranks, -1, n_tokens, K).permute(1, 3, 2, 0, 4) for x in (q, k, v)
@@ -83,7 +84,7 @@ class UlyssesAttention(nn.Module):
         received = exchange_parts(torch.cat(parts, dim=2), self._group)
         whole = received.flatten(0, 1).permute(2, 1, 0, 3)  # (B, (H + 2G)/p, T, K)
         q, k, v = torch.split(whole, [part.shape[2] for part in parts], dim=1)
-        mixed = self.core(q, k, v, dropout_seeds, documents)
+        mixed = self.core(q, k, v, dropout_seeds, documents, n_before)
         parts_of_tokens = mixed.view(B, heads, n_ranks, n_tokens, K).permute(2, 1, 0, 3, 4)
         received = exchange_parts(parts_of_tokens, self._group)  # (p, H/p, B, T/p, K)
         return received.flatten(0, 1).transpose(0, 1)
@@ -163,40 +164,77 @@ class _Ring(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor, Tensor, None, None]:
-        q, k, v, documents, out, lse, *random = ctx.saved_tensors
-        group: dist.ProcessGroup = ctx.group
-        kv = torch.stack((sent_again(k, gradient), sent_again(v, gradient)))
-        arriving = _start_shift(kv, group)
+        q, k, v, documents, *saved = ctx.saved_tensors
+        compute = torch.ops.trainyard.ring if torch.compiler.is_compiling() else _backward
+        name = ctx.group.group_name
+        of_q, of_kv = compute(gradient, q, torch.stack((k, v)), documents, saved, name)
+        return of_q, *of_kv.unbind(), None, None
+
+
+# An operation of its own: Inductor may delay messages of a backward pass until they are waited for,
+# if it computes in one kernel what comes before them and what comes after.
+_LIBRARY: Any = library.Library("trainyard", "FRAGMENT")  # type: ignore[no-untyped-call]
+_LIBRARY.define(
+    "ring(Tensor gradient, Tensor q, Tensor kv, Tensor? documents, Tensor[] saved, str group)"
+    " -> (Tensor, Tensor)"
+)
+
+
+@library.impl(_LIBRARY, "ring", "CompositeExplicitAutograd")
+def _backward(
+    gradient: Tensor,
+    q: Tensor,
+    kv: Tensor,
+    documents: Tensor | None,
+    saved: list[Tensor],
+    group_name: str,
+) -> tuple[Tensor, Tensor]:
+    """Computes the gradients of queries, and of keys and values.
+
+    The second half of the tokens sees the first while the last message is under way.
+    """
+    group = _c10d._resolve_process_group(group_name)
+    out, lse, *random = saved
+    first, second = slice(q.shape[2] // 2), slice(q.shape[2] // 2, None)
+    q_gradient, kv_gradient = (
+        torch.empty_like(x, dtype=torch.promote_types(x.dtype, torch.float32)) for x in (q, kv)
+    )
+    kv_own, arriving = kv, _start_shift(kv, group)
+
+    def parts(kv: Tensor, step: int, queries: slice, seen: slice) -> tuple[Tensor, Tensor]:
         # Given the lse over all keys, each shard of keys yields its part of the whole gradient.
-        mask = _mask_of(documents, group, 0, slice(None), slice(None))
-        parts = _attend_backward((gradient, q, out, lse), kv, random, causal=True, mask=mask)
-        q_gradient, kv_gradient = (
-            part.to(torch.promote_types(q.dtype, torch.float32)) for part in parts
-        )
-        # Circulates with the keys, and is back once every other rank has added its part.
-        following: Tensor | None = None
-        for step in range(1, group.size()):
-            kv = _finish_shift(arriving, kv)
-            if step < group.size() - 1:
-                arriving = _start_shift(kv, group)
-            queries, seen = _visible(group.rank(), step, q.shape[2])
-            rows = tuple(x[:, :, queries] for x in (gradient, q, out, lse))
-            mask = _mask_of(documents, group, step, queries, seen)
-            q_part, kv_part = _attend_backward(
-                rows, kv[:, :, :, seen], random, causal=False, mask=mask
-            )
-            q_gradient[:, :, queries] += q_part
-            # Wait only now: the transfer overlapped the computation above.
-            if following is None:
-                total = torch.zeros_like(kv_gradient)
-            else:
-                total = _finish_shift(following, kv_gradient)
-            total[:, :, :, seen] += kv_part
-            following = _start_shift(total, group)
-        assert following is not None, "there are two ranks or more"
-        kv_gradient += _finish_shift(following, kv_gradient)
-        k_gradient, v_gradient = kv_gradient.to(q.dtype).unbind()
-        return q_gradient.to(q.dtype), k_gradient, v_gradient, None, None
+        rows = tuple(x[:, :, queries] for x in (gradient, q, out, lse))
+        mask = _mask_of(documents, group, step, queries, seen)
+        causal = step == 0 and queries == seen
+        return _attend_backward(rows, kv[:, :, :, seen], random, causal=causal, mask=mask)
+
+    for half in (first, second):
+        q_gradient[:, :, half], kv_gradient[:, :, :, half] = parts(kv, 0, half, half)
+    # Circulates with the keys, and is back once every other rank has added its part.
+    following: Tensor | None = None
+    for step in range(1, group.size()):
+        kv = _finish_shift(arriving, kv)
+        if step < group.size() - 1:
+            arriving = _start_shift(kv, group)
+        queries, seen = _visible(group.rank(), step, q.shape[2])
+        q_part, kv_part = parts(kv, step, queries, seen)
+        q_gradient[:, :, queries] += q_part
+        # Wait only now: the transfer overlapped the computation above.
+        if following is None:
+            total = torch.zeros_like(kv_gradient)
+        else:
+            total = _finish_shift(following, kv_gradient)
+        total[:, :, :, seen] += kv_part
+        following = _start_shift(total, group)
+    q_part, kv_part = parts(kv_own, 0, second, first)
+    q_gradient[:, :, second] += q_part
+    kv_gradient[:, :, :, first] += kv_part
+    assert following is not None, "there are two ranks or more"
+    kv_gradient += _finish_shift(following, kv_gradient)
+    return q_gradient.to(q.dtype), kv_gradient.to(q.dtype)
+
+
+library.register_fake("trainyard::ring", _backward, lib=_LIBRARY)
 
 
 def _visible(rank: int, step: int, n_tokens: int) -> tuple[slice, slice]:

@@ -11,13 +11,14 @@ divided by the labelled tokens of the whole batch. Context-parallel ranks count 
 ones: each has gradients of all weights, from its own tokens.
 
 FSDP copies what it sends of a block into one flat message, and passes it to a function that the
-classes here replace, to send it in 8 bits.
+classes here replace, to send it in 16 or 8 bits.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -28,9 +29,15 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.fsdp._fully_shard._fsdp_api import ReduceScatter
 
 # Private up to torch 2.14 at least: the public names of one collective depend on the version.
-from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultAllGather
+from torch.distributed.fsdp._fully_shard._fsdp_collectives import (
+    DefaultAllGather,
+    DefaultReduceScatter,
+)
+from torch.distributed.tensor import Shard
 
+from trainyard.architecture import shard_dimension
 from trainyard.config.precisions import SCALED_COLUMNS
+from trainyard.model.experts import ExpertMLP
 from trainyard.model.gpt import GPT
 from trainyard.model.linear import Linear
 from trainyard.precision.block_scaled import E4M3, BlockScaledTensor
@@ -38,25 +45,41 @@ from trainyard.precision.float8 import quiet_import
 from trainyard.precision.policy import PrecisionPolicy
 
 
-def apply_fsdp(model: GPT, mesh: DeviceMesh, zero_stage: int) -> None:
+def apply_fsdp(
+    model: GPT, mesh: DeviceMesh, zero_stage: int, same_experts: DeviceMesh | None = None
+) -> None:
     """Shards the weights of `model` over the ranks of a mesh.
 
-    Blocks are gathered in the compute precision, everything else in fp32, to match the
-    single-device model; gradients are reduced in fp32.
+    Weights are gathered in the compute precision, in which their layers use them, and gradients
+    reduced in fp32: each block, final norm and head, and the embeddings are messages of their own.
+    A tied head is in that of the embeddings.
 
     Args:
         model: on any device; moved to that of the mesh, block by block.
         mesh: one dimension, or two where the first replicates (hybrid sharding).
         zero_stage: 0 to 3.
+        same_experts: the ranks of the mesh with the same experts, if not all have them.
     """
-    precise = in_blocks = MixedPrecisionPolicy(cast_forward_inputs=False)
+    policy = MixedPrecisionPolicy(cast_forward_inputs=False)
     if model.compute_dtype.itemsize < torch.float32.itemsize:
-        precise = replace(precise, reduce_dtype=torch.float32)
-        in_blocks = replace(precise, param_dtype=model.compute_dtype)
+        policy = replace(policy, param_dtype=model.compute_dtype, reduce_dtype=torch.float32)
     for block in model.blocks.values():
-        _share(block, mesh, in_blocks, zero_stage)
-    # The loss needs embedding, final norm and head right after the forward pass.
-    _share(model, mesh, precise, min(zero_stage, 2))
+        mlp: Any = block.mlp
+        if same_experts is not None and isinstance(mlp, ExpertMLP):
+            _share(mlp.experts, same_experts, policy, zero_stage)
+        _share(block, mesh, policy, zero_stage)
+    first: Any = next(iter(model.blocks.values()))
+    # Nothing follows its backward pass. FSDP would gather what it used in the micro batch before.
+    first.set_modules_to_backward_prefetch([first])
+    kept_stage = min(zero_stage, 2)  # the backward pass uses both ends right after the forward pass
+    norm, elsewhere = model.final_norm, set[nn.Parameter]()
+    if norm is not None and not (model.takes_tokens and model.head is None):
+        # The loss reads the head outside any forward pass: it comes and goes with the norm.
+        norm.add_module("head", model.output_layer)
+        _share(norm, mesh, policy, kept_stage)
+        elsewhere = set(norm.parameters())
+        del norm.head
+    _share(model, mesh, policy, kept_stage, elsewhere)
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.set_gradient_divide_factor(1.0)
@@ -64,26 +87,60 @@ def apply_fsdp(model: GPT, mesh: DeviceMesh, zero_stage: int) -> None:
 
 
 def _share(
-    module: torch.nn.Module, mesh: DeviceMesh, policy: MixedPrecisionPolicy, zero_stage: int
+    module: nn.Module,
+    mesh: DeviceMesh,
+    policy: MixedPrecisionPolicy,
+    zero_stage: int,
+    elsewhere: set[nn.Parameter] | None = None,
 ) -> None:
+    options: dict[str, Any] = {"mesh": mesh, "mp_policy": policy, "ignored_params": elsewhere}
     if zero_stage == 0:
         # FSDP2's internals, all-reducing; private up to torch 2.14 at least, the same in 2.11.
         from torch.distributed._composable.replicate_with_fsdp import replicate
 
-        replicate(module, mesh=mesh, mp_policy=policy)
+        replicate(module, **options)
     else:
-        fully_shard(module, mesh=mesh, reshard_after_forward=zero_stage == 3, mp_policy=policy)
+        n_ranks = mesh.shape[-1]
+
+        def cut(parameter: nn.Parameter) -> Shard:
+            return Shard(shard_dimension(parameter.shape, n_ranks))
+
+        options |= {"shard_placement_fn": cut}
+        fully_shard(module, reshard_after_forward=zero_stage == 3, **options)
 
 
-def prepare_micro_batch(model: GPT, zero_stage: int, *, is_last: bool) -> None:
+def prepare_micro_batch(model: nn.Module, zero_stage: int, *, is_last: bool) -> None:
     """Sets, before a backward pass, whether it is the last micro batch of the step."""
     assert isinstance(model, FSDPModule)
     model.set_is_last_backward(is_last)
     if zero_stage <= 1:
         model.set_requires_gradient_sync(is_last)
+        add_to_accumulated(model, is_last=is_last)
     if zero_stage < 3:
         model.set_reshard_after_backward(is_last)
     model.set_requires_all_reduce(is_last)
+
+
+def add_to_accumulated(model: nn.Module, *, is_last: bool = False) -> None:
+    """Makes matmuls add weight gradients to those that FSDP keeps until it reduces them.
+
+    Args:
+        model: with ZeRO 0 or 1, before a forward pass.
+        is_last: they no longer do: FSDP frees what it has reduced, block by block.
+    """
+    for module in model.modules():
+        group: Any = isinstance(module, FSDPModule) and module._get_fsdp_state()._fsdp_param_group
+        for each in group.fsdp_params if group else ():
+            layer = each._module_info.module
+            if isinstance(layer, Linear) and each._module_info.param_name == "weight":
+                layer.sums = None
+                if is_last:
+                    continue
+                if each.unsharded_accumulated_grad is None:
+                    dtype = torch.promote_types(each.sharded_param.dtype, torch.float32)
+                    total = torch.zeros(each._orig_size, dtype=dtype, device=group.device)
+                    each.unsharded_accumulated_grad = total
+                layer.sums = each.unsharded_accumulated_grad.data, None
 
 
 def convert_messages(model: GPT, policy: PrecisionPolicy) -> None:
@@ -92,6 +149,10 @@ def convert_messages(model: GPT, policy: PrecisionPolicy) -> None:
         for block in model.blocks.values():
             assert isinstance(block, FSDPModule), "without ZeRO, gradients are all-reduced"
             block.set_custom_reduce_scatter(CodedReduceScatter())
+    if policy.reduces_in_bf16:
+        for module in model.modules():
+            if isinstance(module, FSDPModule):
+                module.set_custom_reduce_scatter(Bf16ReduceScatter())
     for block in policy.gathered_in_fp8(model):
         assert isinstance(block, FSDPModule)
         block.set_custom_all_gather(Float8AllGather(block))
@@ -159,6 +220,29 @@ class Float8AllGather(DefaultAllGather):
                 target.copy_(values.view(input_tensor.dtype))
             else:
                 target.copy_(values.view(self._dtype).float() / scale)
+
+
+class Bf16ReduceScatter(DefaultReduceScatter):
+    """Reduce-scatters gradients in bf16.
+
+    FSDP's own reduce_dtype would also add up the gradients of micro batches in bf16: here they are
+    rounded when they are sent. Of n ranks, a sum has an error of at most n 2^-8 of the sum of all
+    magnitudes: each contribution is rounded once, and each of n - 1 sums.
+    """
+
+    def __call__(
+        self,
+        output_tensor: Tensor,
+        input_tensor: Tensor,
+        group: dist.ProcessGroup,
+        op: Any,
+        async_op: bool = False,
+    ) -> Any:
+        """Sums this rank's part over all ranks, with the arguments of `CodedReduceScatter`."""
+        assert not async_op, "FSDP never sets it"
+        total = torch.empty_like(output_tensor, dtype=torch.bfloat16)
+        super().__call__(total, input_tensor.to(total.dtype), group, op)
+        output_tensor.copy_(total)
 
 
 class CodedReduceScatter(ReduceScatter):

@@ -7,23 +7,22 @@ import time
 from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import cached_property
 from importlib import import_module
 from typing import Any, cast
 
 import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 
 from trainyard.config.run import Run
 from trainyard.errors import ConfigError, MachineError
 from trainyard.launch.environment import Process, chooses_allocator, make_libraries_deterministic
 from trainyard.layout.ranks import memory_hint
 from trainyard.layout.resolve import Plan
-from trainyard.parallel.start import COLLECTIVE_TIMEOUT, lengthen_timeout
+from trainyard.parallel.start import COLLECTIVE_TIMEOUT
 from trainyard.topology import AXES, Coordinates, Topology
-
-TEXT_BYTES = 256
 
 
 def choose_device(process: Process, run: Run | None = None) -> torch.device:
@@ -78,24 +77,26 @@ def device_name(device: torch.device) -> str:
     return torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
 
 
-def keep_freed_memory() -> bool:
-    """Tells glibc to keep freed memory in the process; call it before the large tensors are made.
+def keep_freed_memory(n_ranks: int) -> bool:
+    """Tells glibc what to keep of freed memory; call it before the large tensors are made.
 
     glibc maps each large tensor anew and unmaps it when freed, so the kernel zeroes the same
-    gigabytes every step. The price of keeping them: aligned allocations leave gaps, so the process
-    grows by up to a third before it settles, and never shrinks. Without glibc, this does nothing.
+    gigabytes every step. One rank keeps them, at a price: aligned allocations leave gaps, so the
+    process grows by up to a third before it settles, and never shrinks. Messages of several ranks
+    have many sizes, and gaps would double the process: they keep what is below 2 MiB, and
+    `rank_environment` has the kernel map the rest in huge pages. Without glibc, this does nothing.
 
     Returns:
         whether it took effect.
     """
     # Parameters of mallopt(3), from glibc's malloc.h.
-    M_TRIM_THRESHOLD, M_TOP_PAD, M_MMAP_MAX = -1, -2, -4
+    M_TRIM_THRESHOLD, M_TOP_PAD, M_MMAP_THRESHOLD, M_MMAP_MAX = -1, -2, -3, -4
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     if mallopt is None:
         return False
-    largest = 2**31 - 1
-    wanted = {M_MMAP_MAX: 0, M_TRIM_THRESHOLD: largest, M_TOP_PAD: 64 * 2**20}
-    return all(mallopt(parameter, value) == 1 for parameter, value in wanted.items())
+    mapped = (M_MMAP_MAX, 0) if n_ranks == 1 else (M_MMAP_THRESHOLD, 2**21)
+    wanted = (mapped, (M_TRIM_THRESHOLD, 2**31 - 1), (M_TOP_PAD, 2**26))
+    return all(mallopt(*each) == 1 for each in wanted)
 
 
 @contextmanager
@@ -178,13 +179,24 @@ class Mesh:
     context: dist.ProcessGroup | None = None
     first_and_last_stage: dist.ProcessGroup | None = None
     """First and last rank of this pipeline, on those two ranks."""
-    stage: dist.ProcessGroup | None = None
-    """All ranks at this pipeline rank: together they hold its stages."""
     saving: dist.ProcessGroup | None = None
     """All ranks again, for the save thread."""
     data: DeviceMesh | None = None
     """Ranks with the same part of the model: the last dimension shards it, a first one before it
     replicates it (hybrid sharding)."""
+    expert: dist.ProcessGroup | None = None
+    """Ranks that share experts."""
+    same_experts: DeviceMesh | None = None
+    """Those of `data` with the same experts; None without `expert`."""
+
+    @cached_property
+    def stage(self) -> dist.ProcessGroup | None:
+        """All ranks at this pipeline rank, which together hold its stages; all of them ask first.
+
+        Few optimizers need it, and a group costs a communicator or a thread.
+        """
+        ranks = self.topology.group(self.rank, AXES[1:])
+        return _new_group(ranks, self.device) if len(ranks) > 1 else None
 
     @property
     def coordinates(self) -> Coordinates:
@@ -208,26 +220,27 @@ class Mesh:
         if self.topology.n_ranks > 1:
             dist.all_reduce(values)
 
-    def saving_barrier(self) -> None:
-        """Waits until every rank has called it, from its save thread."""
-        if self.saving is not None:
-            dist.all_reduce(torch.zeros(1), group=self.saving)
+    def agree(self, text: str | None, group: dist.ProcessGroup | None = None) -> str | None:
+        """Broadcasts the message of the lowest rank that has one; None if no rank has.
 
-    def agree(self, text: str | None) -> str | None:
-        """Broadcasts the message of the lowest rank that has one; None if no rank has."""
+        Args:
+            text: of this rank.
+            group: of all ranks; absent: that of the main thread.
+        """
         n_ranks = self.topology.n_ranks
         if n_ranks == 1:
             return text
-        speaker = torch.tensor(n_ranks if text is None else self.rank)
-        dist.all_reduce(speaker, dist.ReduceOp.MIN)
-        if speaker == n_ranks:
+        encoded = (text or "").encode(errors="surrogatepass")
+        # The lowest rank with a message, and its length, in one number.
+        speaker = torch.tensor((n_ranks if text is None else self.rank) << 32 | len(encoded))
+        dist.all_reduce(speaker, dist.ReduceOp.MIN, group)
+        rank, n_bytes = divmod(int(speaker), 1 << 32)
+        if rank == n_ranks:
             return None
-        said = torch.zeros(TEXT_BYTES, dtype=torch.uint8)
-        if speaker == self.rank and text is not None:
-            encoded = text.encode()[:TEXT_BYTES]
-            said[: len(encoded)] = torch.frombuffer(bytearray(encoded), dtype=torch.uint8)
-        dist.broadcast(said, int(speaker))
-        return bytes(said.tolist()).rstrip(b"\0").decode(errors="replace")
+        own = encoded if rank == self.rank else bytes(n_bytes)
+        said = torch.tensor(list(own), dtype=torch.uint8)
+        dist.broadcast(said, rank, group)
+        return bytes(said.tolist()).decode(errors="surrogatepass")
 
     @property
     def data_rank_and_size(self) -> tuple[int, int]:
@@ -283,46 +296,60 @@ class StopVote:
 
 
 def build_mesh(topology: Topology, rank: int, device: torch.device) -> Mesh:
-    """Creates the groups of every axis longer than 1; every rank must call this."""
+    """Creates this rank's groups along the axes longer than 1; every rank must call this."""
     if topology.n_ranks == 1:
         return Mesh(topology, rank, device)
+
+    def own(*axes: str, always: bool = False) -> dist.ProcessGroup | None:
+        ranks = topology.group(rank, axes)
+        return _new_group(ranks, device) if always or len(ranks) > 1 else None
+
     # Context-parallel ranks are data-parallel ones too, and adjacent.
     share = topology.shard * topology.context
-    sizes = (topology.pipeline, topology.replicate, share, topology.tensor)
-    names = ("pipeline", "replicate", "shard", "tensor")
-    mesh = init_device_mesh(device.type, sizes, mesh_dim_names=names)
-    for name in names:
-        lengthen_timeout(mesh.get_group(name))
-    data = None
-    if topology.replicate > 1:
-        data = mesh["replicate", "shard"]
-    elif share > 1:
-        data = mesh["shard"]
-    return Mesh(
+    data, replicas, names = None, own("replicate"), ("replicate", "shard")
+    shards = own("shard", "context", always=replicas is not None)
+    if replicas is not None and shards is not None:
+        ranks = topology.group(rank, ("replicate", "shard", "context"))
+        table = torch.tensor(ranks).view(topology.replicate, share)
+        data = DeviceMesh.from_group([replicas, shards], device.type, table, mesh_dim_names=names)
+    elif shards is not None:
+        data = DeviceMesh.from_group(shards, device.type, mesh_dim_names=("shard",))
+    expert, same_experts = None, None
+    if topology.expert > 1:
+        expert = _new_group(topology.expert_group(rank), device)
+        copies = topology.same_experts(rank)
+        own_copies = next(each for each in copies if rank in each)
+        same = _new_group(own_copies, device)
+        if replicas is None:
+            same_experts = DeviceMesh.from_group(same, device.type, mesh_dim_names=("shard",))
+        else:
+            same_experts = DeviceMesh.from_group(
+                [replicas, same], device.type, torch.tensor(copies), mesh_dim_names=names
+            )
+    mesh = Mesh(
         topology,
         rank,
         device,
-        pipeline=mesh.get_group("pipeline") if topology.pipeline > 1 else None,
-        tensor=mesh.get_group("tensor") if topology.tensor > 1 else None,
-        context=_own_group(topology.groups(["context"]), rank) if topology.context > 1 else None,
-        first_and_last_stage=_own_group(_ends(topology), rank) if topology.pipeline > 1 else None,
-        stage=_own_group(topology.groups(AXES[1:]), rank)
-        if topology.pipeline < topology.n_ranks
-        else None,
+        pipeline=own("pipeline"),
+        tensor=own("tensor"),
+        context=own("context"),
         saving=dist.new_group(backend="gloo", timeout=COLLECTIVE_TIMEOUT),
         data=data,
+        expert=expert,
+        same_experts=same_experts,
     )
+    if topology.pipeline <= 2:  # the group of the ends, which use it once no message is under way
+        return replace(mesh, first_and_last_stage=mesh.pipeline)
+    # Last, as not all ranks have it: names of groups count those before.
+    pipeline = topology.group(rank, ["pipeline"])
+    ends = [pipeline[0], pipeline[-1]]
+    return replace(mesh, first_and_last_stage=_new_group(ends, device) if rank in ends else None)
 
 
-def _ends(topology: Topology) -> list[list[int]]:
-    return [[group[0], group[-1]] for group in topology.groups(["pipeline"])]
-
-
-def _own_group(groups: list[list[int]], rank: int) -> dist.ProcessGroup | None:
-    """Creates all groups, as every rank must, and keeps the one of this rank."""
-    own = None
-    for ranks in groups:
-        group = dist.new_group(ranks, timeout=COLLECTIVE_TIMEOUT)
-        if rank in ranks:
-            own = group
-    return own
+def _new_group(ranks: list[int], device: torch.device) -> dist.ProcessGroup:
+    """Creates a group in which only its members take part, so that a rank creates few."""
+    backend = "nccl" if device.type == "cuda" else "gloo"
+    group: dist.ProcessGroup = dist.new_group(
+        ranks, timeout=COLLECTIVE_TIMEOUT, backend=backend, use_local_synchronization=True
+    )
+    return group

@@ -11,8 +11,9 @@ axis.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -20,21 +21,31 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from trainyard.architecture import ParameterSpec, parameters_of
+from trainyard.architecture import UNSCALED, Multipliers, ParameterSpec, parameters_of
 from trainyard.config.devices import is_amd_with_avx512
 from trainyard.config.precisions import Stored
 from trainyard.config.rules import takes_cudnn
 from trainyard.config.run import Run
 from trainyard.errors import MachineError
+from trainyard.layout.ranks import recomputed_blocks
 from trainyard.layout.resolve import Plan
 from trainyard.model.attention import CUDNN, FLASH, attention_kernel, cudnn_can_attend
 from trainyard.model.compiled import compile_blocks
-from trainyard.model.gpt import GPT, initialize
-from trainyard.model.linear import add_to_gradients, cast_once
+from trainyard.model.experts import Router
+from trainyard.model.gpt import GPT, MLP, initialize
+from trainyard.model.linear import add_to_gradients, cast_once, defer_sums
 from trainyard.model.positions import find_document_ends, pack_lengths
 from trainyard.parallel.context import apply_context_parallel, refuse_ring, take_shard
+from trainyard.parallel.experts import apply_expert_parallel
 from trainyard.parallel.mesh import Mesh, device_name
-from trainyard.parallel.placement import TensorShard, is_distributed, local_part, place
+from trainyard.parallel.placement import (
+    Placement,
+    Shard,
+    is_distributed,
+    is_first_holder,
+    local_part,
+    place,
+)
 from trainyard.parallel.tensor import apply_tensor_parallel
 from trainyard.precision.block_scaled import BlockScaledTensor, torch_dtype
 from trainyard.precision.policy import PrecisionPolicy, use_onednn
@@ -48,7 +59,11 @@ WITHOUT_MEMORY = "meta"
 
 
 class MissingGradientError(Exception):
-    """The backward passes left a parameter without a gradient."""
+    """The backward passes left a parameter without a gradient.
+
+    Of layers that share casts, those that `add_to_gradients` makes before the passes are zeros
+    instead: of embeddings, and of all in pipelines and in several micro batches of tensor ranks.
+    """
 
 
 @dataclass(eq=False)
@@ -64,8 +79,12 @@ class LocalParameter:
     """Whether it is the second copy of a tied embedding, on the last pipeline stage."""
     stored: Stored
     """Formats between steps."""
-    of_heads: bool = False
-    """Whether each tensor rank has the gradient of its heads only."""
+    is_partial: bool = False
+    """Whether each tensor rank has a part of the gradient."""
+    multipliers: Multipliers = UNSCALED
+    """What multiplies its learning rate, weight decay and epsilon."""
+    shards: tuple[Shard, ...] = ()
+    """This rank's part among tensor ranks and those that share experts."""
     converted_gradient: Tensor | BlockScaledTensor | None = None
     """The complete gradient, until used, if it is kept in another format than the weight."""
 
@@ -77,6 +96,11 @@ class LocalParameter:
             for placement, size in zip(self.parameter.placements, mesh.shape, strict=True):
                 n_holders *= size if placement.is_replicate() else 1
         return 0.0 if self.is_copy else 1 / n_holders
+
+    @property
+    def placement(self) -> Placement:
+        """Which part of the whole parameter this rank holds."""
+        return place(self.parameter, self.shards)
 
     @property
     def gradient(self) -> Tensor | BlockScaledTensor:
@@ -152,19 +176,17 @@ class ParallelModel:
             if not is_filled:
                 initialize(model, run.train.seed, self._store)
         # Now, because FSDP swaps parameters between a forward and a backward pass.
-        self.local_parameters = [
-            LocalParameter(
-                name,
-                parameter,
-                specs[name].dimension if mesh.tensor is not None else None,
-                is_copy=number > 0 and name == EMBEDDING,
-                stored=self._precision.stored(name, parameter.ndim),
-                of_heads=specs[name].of_heads,
-            )
-            for number, model in self.stages.items()
-            for specs in [parameters_of(model.layers)]
-            for name, parameter in model.named_parameters()
-        ]
+        self.local_parameters = self._list_tensors(GPT.named_parameters)
+        self._untrained = self._list_tensors(GPT.named_buffers)
+        self.routers: dict[int, Router] = {
+            int(name.split(".")[1]): module
+            for model in self.stages.values()
+            for name, module in model.named_modules()
+            if isinstance(module, Router)
+        }
+        self._scale = torch.ones((), device=mesh.device)
+        for router in self.routers.values():
+            router.scale = self._scale
         shares = [each.norm_weight(mesh.topology.tensor) for each in self.local_parameters]
         self.norm_weights = torch.tensor(shares, dtype=torch.float64, device=mesh.device)
         # FSDP already holds one cast of each weight.
@@ -182,7 +204,7 @@ class ParallelModel:
                 self.stages,
                 len(plan.stages),
                 mesh.pipeline,
-                run.parallel.schedule,
+                run.parallel,
                 example,
                 self._layers,
             )
@@ -194,48 +216,93 @@ class ParallelModel:
             model = GPT(
                 run.model, padded, self._precision.compute_dtype, parallel.recompute, blocks
             )
-            self._choose_kernels(model, run)
+            self._choose_kernels(model, run, recomputed_blocks(parallel, blocks))
             if mesh.context is not None:
                 refuse_ring(run, mesh.device)
                 apply_context_parallel(model, mesh.context, parallel.context_method)
             if mesh.tensor is not None:
-                apply_tensor_parallel(model, mesh.tensor, parallel)
+                apply_tensor_parallel(model, mesh.tensor, parallel, self._micro_batch_size)
+            if run.model.n_experts:
+                apply_expert_parallel(model, mesh)
         if model.cross_entropy is not None:
             model.cross_entropy.z_loss = run.train.z_loss
         self._precision.convert_matmuls(model)
         self._precision.convert_weights(model)
         if compiles_blocks(run, mesh.device):
-            compile_blocks(model, in_order=mesh.tensor is not None or mesh.context is not None)
+            splits = mesh.pipeline is not None and parallel.schedule == "zero_bubble"
+            defers = splits or mesh.tensor is not None
+            in_order = mesh.tensor is not None or mesh.context is not None
+            compile_blocks(model, in_order=in_order, defers=defers)
         if mesh.data is not None:
             # Imported here: with it comes DTensor, which takes half a second.
             from trainyard.parallel.data import apply_fsdp, convert_messages
 
-            apply_fsdp(model, mesh.data, parallel.zero_stage)
+            apply_fsdp(model, mesh.data, parallel.zero_stage, mesh.same_experts)
             convert_messages(model, self._precision)
         allocate(model, mesh.device)
-        # A split backward pass (zero bubble) needs the gradients' matmuls apart.
-        splits = mesh.pipeline is not None and parallel.schedule == "zero_bubble"
-        if mesh.device.type == "cpu" and is_amd_with_avx512() and not splits:
+        if mesh.device.type == "cpu" and is_amd_with_avx512():
             use_onednn(model)
         return model.train()
 
-    def _store(self, parameter: nn.Parameter, spec: ParameterSpec, value: Tensor) -> None:
-        """Stores this rank's part of the value of a whole parameter."""
-        part = place(parameter, spec.dimension, self.tensor_shard).of(value)
-        local_part(parameter).copy_(part)
+    def _list_tensors(
+        self, named: Callable[[GPT], Iterable[tuple[str, Any]]]
+    ) -> list[LocalParameter]:
+        """Lists parameters, or buffers, that are in checkpoints."""
+        return [
+            LocalParameter(
+                name,
+                tensor,
+                specs[name].dimension if self.mesh.tensor is not None else None,
+                is_copy=number > 0 and name == EMBEDDING,
+                stored=self._precision.stored(name, tensor.ndim),
+                is_partial=specs[name].is_partial,
+                multipliers=specs[name].multipliers,
+                shards=self._shards_of(specs[name]),
+            )
+            for number, model in self.stages.items()
+            for specs in [parameters_of(model.layers)]
+            for name, tensor in named(model)
+            if name in specs
+        ]
 
-    def _choose_kernels(self, model: GPT, run: Run) -> None:
-        for block in model.blocks.values():
-            attention: Any = block.attention
-            attention.core.takes_cudnn = self.attention_kernel == CUDNN
-            mlp: Any = block.mlp
-            if self.mesh.device.type == "cuda" and not run.kernels.swiglu_halves:
-                mlp.up.n_parts = 1
+    def _shards_of(self, spec: ParameterSpec) -> tuple[Shard, ...]:
+        topology, rank = self.mesh.topology, self.mesh.rank
+        shards = []
+        if spec.dimension is not None:
+            tensor_rank = topology.coordinates(rank).tensor
+            shards += [Shard(spec.dimension, tensor_rank, topology.tensor)]
+        if spec.of_experts:
+            shards += [Shard(0, topology.expert_rank(rank), topology.expert)]
+        return tuple(shards)
 
     @property
-    def tensor_shard(self) -> TensorShard:
-        """This rank's shard of every tensor-parallel layer."""
-        return TensorShard(self.mesh.coordinates.tensor, self.mesh.topology.tensor)
+    def saved_tensors(self) -> list[LocalParameter]:
+        """Everything in checkpoints besides the optimizer's state: also balances of routers."""
+        return [*self.local_parameters, *self._untrained]
+
+    def is_writer(self, local: LocalParameter) -> bool:
+        """Whether this rank is the first of those that hold the same part of a tensor."""
+        is_first = local.dimension is not None or self.mesh.coordinates.tensor == 0
+        if not is_distributed(local.parameter):  # FSDP has no buffers
+            data_rank = self.mesh.data_rank_and_size[0]
+            is_first &= data_rank == self.mesh.coordinates.context == 0
+        return is_first and not local.is_copy and is_first_holder(local.parameter)
+
+    def _store(self, parameter: nn.Parameter, spec: ParameterSpec, value: Tensor) -> None:
+        """Stores this rank's part of the value of a whole parameter."""
+        part = place(parameter, self._shards_of(spec)).of(value)
+        local_part(parameter).copy_(part)
+
+    def _choose_kernels(self, model: GPT, run: Run, recomputed: set[int]) -> None:
+        for number, block in model.blocks.items():
+            attention: Any = block.attention
+            if int(number) not in recomputed:
+                whole: Any = block
+                whole.recompute = attention.recompute = "none"
+            attention.core.takes_cudnn = self.attention_kernel == CUDNN
+            if self.mesh.device.type == "cuda" and not run.kernels.swiglu_halves:
+                for mlp in (m for m in block.modules() if isinstance(m, MLP)):
+                    mlp.up.n_parts = 1
 
     @property
     def whole_model(self) -> GPT | None:
@@ -259,6 +326,9 @@ class ParallelModel:
             this rank's part of the scaled loss of the whole batch; sum it over all ranks.
         """
         n_micro_batches = len(tokens) // self._micro_batch_size
+        self._scale.fill_(scale)
+        for router in self.routers.values():
+            router.load.zero_()
         inputs = self._inputs(tokens, packs_lengths=self.attention_kernel == FLASH)
         if dropout_seeds is not None:
             inputs["dropout_seeds"] = dropout_seeds.to(self.mesh.device, non_blocking=True)
@@ -271,6 +341,7 @@ class ParallelModel:
             if each.stored.converts_gradient and each.converted_gradient is None:
                 each.convert_gradient()
         self._add_up_gradients()
+        self._add_up_load()
         if loss is None:
             return torch.zeros((), device=self.mesh.device)
         return loss / self.mesh.topology.tensor  # each tensor rank has the whole of it
@@ -313,16 +384,18 @@ class ParallelModel:
         (model,) = self.stages.values()
         total = torch.zeros((), device=self.mesh.device)
         size = self._micro_batch_size
+        beside_exchange = self.mesh.tensor is not None and len(tokens) > size
         with cast_once(self._layers, model.compute_dtype):
             for start in range(0, len(tokens), size):
                 here = slice(start, start + size)
                 is_last = start + size >= len(tokens)
                 if start == 0 or is_last:  # nothing changes between
                     self._prepare_micro_batch(model, is_last=is_last)
-                add_to_gradients(self._layers)
+                add_to_gradients(self._layers, is_ahead=beside_exchange)
                 hidden = model(tokens[here], **{name: each[here] for name, each in inputs.items()})
                 loss = model.summed_loss(hidden, labels[here], scale)
-                with _convert_complete(self.local_parameters if is_last else ()):
+                deferring = defer_sums(for_exchange=True) if beside_exchange else nullcontext()
+                with deferring, _convert_complete(self.local_parameters if is_last else ()):
                     loss.backward()  # type: ignore[no-untyped-call]
                 total = total + loss.detach()
         return total
@@ -384,7 +457,7 @@ class ParallelModel:
         partial_gradients = [
             each
             for each in self.local_parameters
-            if each.dimension is None and (self._parallel.sequence or each.of_heads)
+            if each.dimension is None and (self._parallel.sequence or each.is_partial)
         ]
         if self.mesh.tensor is not None and partial_gradients:
             gradients = _tensors(partial_gradients)
@@ -399,14 +472,38 @@ class ParallelModel:
             ):
                 dist.all_reduce(gradient, group=self.mesh.first_and_last_stage)
 
+    def _add_up_load(self) -> None:
+        """Sums the tokens of each expert over the ranks with other tokens, in place."""
+        if self.mesh.data is None or not self.routers:
+            return
+        load = torch.stack([router.load for router in self.routers.values()])
+        for axis in range(self.mesh.data.ndim):
+            dist.all_reduce(load, group=self.mesh.data.get_group(axis))
+        for router, whole in zip(self.routers.values(), load, strict=True):
+            router.load.copy_(whole)
+
+    @torch.no_grad()
+    def balance_experts(self, skip: Tensor) -> None:
+        """Changes the balances of routers by the load of the step.
+
+        Args:
+            skip: 1 to keep them, else 0; on the device.
+        """
+        for router in self.routers.values():
+            if router.balance is not None:
+                above = (router.load - router.load.mean()).sign()
+                change = (1 - skip) * router.model.balance_coefficient
+                router.balance.sub_(above * change)
+
 
 @torch.no_grad()
 def allocate(model: GPT, device: torch.device) -> None:
     """Gives a model memory on a device, where it has none, and makes its parameters zero."""
     if any(parameter.is_meta for parameter in model.parameters()):
         model.to_empty(device=device)
-    for parameter in model.parameters():
-        local_part(parameter).zero_()
+    tensors: Iterable[Tensor] = itertools.chain(model.parameters(), model.buffers())
+    for tensor in tensors:
+        local_part(tensor).zero_()
 
 
 def choose_attention(run: Run, dtype: torch.dtype, device: torch.device) -> str:

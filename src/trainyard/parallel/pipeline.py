@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -18,10 +18,21 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import pipelining
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.pipelining import schedules
+from torch.distributed.pipelining._backward import stage_backward
 
+from trainyard.config.run import Parallel
 from trainyard.model.gpt import GPT
-from trainyard.model.linear import Layer, cast_once
+from trainyard.model.linear import (
+    Layer,
+    Sums,
+    add_to_gradients,
+    cast_once,
+    compute_sums,
+    defer_sums,
+)
+from trainyard.parallel.data import add_to_accumulated, prepare_micro_batch
 
 META = torch.device("meta")
 _SCHEDULES = {
@@ -43,8 +54,28 @@ class _LeanStage(pipelining.PipelineStage):
         before     get_..._recv_ops     ..._one_chunk                  end of the backward pass
         shape      buffer               shape; the stage has it        the stage drops it
 
+    With ZeRO 2 and 3, every backward pass reduces its gradients, as without a pipeline; PyTorch's
+    stage would keep whole ones until the end of the step.
+
+    PyTorch's stage splits the backward pass of a zero bubble by its graph, which a compiled block
+    does not show. Here the first part is a whole backward pass that leaves the matmuls of weight
+    gradients to the second.
+
     A stage also does not connect to itself, which gloo cannot (torch 2.11).
     """
+
+    shards_gradients = beside_exchange = False
+    layers: Sequence[Layer] = ()
+    _sums: Sums
+
+    def backward_maybe_with_nosync(
+        self, backward_type: str, bwd_kwargs: dict[str, Any], last_backward: bool = False
+    ) -> Any:
+        if not self.shards_gradients:
+            return super().backward_maybe_with_nosync(backward_type, bwd_kwargs, last_backward)
+        prepare_micro_batch(self.submod, 2, is_last=last_backward)
+        inputs = bwd_kwargs["input_values"]
+        return stage_backward(bwd_kwargs["stage_output"], bwd_kwargs["output_grads"], inputs), None
 
     def _get_init_p2p_neighbors_ops(self) -> list[dist.P2POp]:
         operations: list[dist.P2POp] = super()._get_init_p2p_neighbors_ops()
@@ -78,6 +109,11 @@ class _LeanStage(pipelining.PipelineStage):
         return operations
 
     def forward_one_chunk(self, fwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
+        if self.has_backward and isinstance(self.submod, FSDPModule):
+            if not self.shards_gradients:
+                add_to_accumulated(self.submod)
+        elif self.has_backward:
+            add_to_gradients(self.layers, is_ahead=True)
         received = self.args_recv_info[fwd_chunk_id]
         for each in _buffers(received):
             each.buffer.requires_grad_(self.has_backward)  # torch 2.11 requires it in advance
@@ -92,13 +128,26 @@ class _LeanStage(pipelining.PipelineStage):
         full_backward: bool = True,
         last_backward: bool = False,
     ) -> None:
-        super().backward_one_chunk(bwd_chunk_id, loss, full_backward, last_backward)
+        deferring: AbstractContextManager[Sums] = nullcontext([])
+        if self.beside_exchange or not full_backward:
+            deferring = defer_sums(for_exchange=full_backward)
+        with deferring as self._sums:
+            super().backward_one_chunk(bwd_chunk_id, loss, full_backward, last_backward)
         if not self.has_backward:  # PyTorch would keep an evaluation's inputs and outputs
             del self.fwd_cache[bwd_chunk_id]
         elif not self.is_last:
             _move_buffers(self.grad_recv_info[bwd_chunk_id], META)
-        elif loss is not None and full_backward:
+        elif loss is not None:
             loss.detach_()  # the schedule keeps losses, whose graphs would keep received tensors
+
+    def take_sums(self) -> Callable[[], None]:
+        """Returns the second part of the last backward pass."""
+        return partial(compute_sums, self._sums)
+
+    def perform_reduce_grad(self, grad_scale_factor: int) -> None:
+        for each in self.layers:
+            each.sums = None
+        super().perform_reduce_grad(grad_scale_factor)
 
 
 class _SendingStage(_LeanStage):
@@ -149,7 +198,7 @@ class Pipeline:
         stages: this rank's parts of the model, by stage number.
         n_stages: their number on all ranks.
         group: the ranks of the pipeline.
-        schedule: "gpipe", "1f1b", "interleaved" or "zero_bubble".
+        parallel: names the schedule, and what data ranks shard.
         example: token ids of one micro batch, for shapes.
     """
 
@@ -158,15 +207,15 @@ class Pipeline:
         stages: dict[int, GPT],
         n_stages: int,
         group: dist.ProcessGroup,
-        schedule: str,
+        parallel: Parallel,
         example: Tensor,
         layers: Sequence[Layer],
     ) -> None:
-        self._schedule = schedule
+        self._schedule, self._shards_weights = parallel.schedule, parallel.shards_weights
         self._measure: Callable[..., Tensor] = GPT.summed_loss
         self._schedules: dict[int, Any] = {}
         self.has_first, self.has_last = 0 in stages, n_stages - 1 in stages
-        stage_class = _LeanStage if schedule in ("gpipe", "1f1b") else _SendingStage
+        stage_class = _LeanStage if self._schedule in ("gpipe", "1f1b") else _SendingStage
         self._stages: list[Any] = [
             stage_class(
                 model,
@@ -179,6 +228,14 @@ class Pipeline:
             )
             for number, model in stages.items()
         ]
+        for stage in self._stages:
+            stage.shards_gradients = parallel.shards_gradients and isinstance(
+                stage.submod, FSDPModule
+            )
+            stage.layers = stage.submod.layers_that_add()
+            stage.beside_exchange = parallel.tensor > 1
+            if self._schedule == "zero_bubble":
+                stage.dw_builder = stage.take_sums
         self._last = stages.get(n_stages - 1)
         self._layers = layers
         self._dtype = next(iter(stages.values())).compute_dtype
@@ -245,7 +302,13 @@ class Pipeline:
         kind: Any = _SCHEDULES[self._schedule]
         takes_several = issubclass(kind, schedules.PipelineScheduleMulti)
         stages = self._stages if takes_several else self._stages[0]
-        return kind(stages, n_micro_batches, loss_fn=self._loss, scale_grads=False)
+        schedule = kind(stages, n_micro_batches, loss_fn=self._loss, scale_grads=False)
+        if takes_several and not self._shards_weights:
+            # PyTorch keeps the weights of three stages, and gathers others again. Here each action
+            # stays where it comes first, and weights are dropped at the end.
+            order = schedule.pipeline_order_with_comms[schedule.rank]
+            order[:] = sorted(dict.fromkeys(order), key=lambda each: each[1] is schedules.RESHARD)
+        return schedule
 
     def _loss(self, hidden: Tensor, labels: Tensor) -> Tensor:
         assert self._last is not None

@@ -10,12 +10,14 @@ A parameter is first split equally over tensor ranks, and each part over data ra
     data rank 1          rows 3:6            rows 3:6
     data rank 2          rows 6:9            rows 6:9
     data rank 3          row  9              row  9
+
+Experts are first split over the ranks that share them.
 """
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, TypeGuard
 
@@ -28,9 +30,10 @@ Shape = tuple[int, ...]
 
 
 @dataclass(frozen=True)
-class TensorShard:
-    """A tensor rank: its number, and how many shard every sharded layer equally."""
+class Shard:
+    """The part of a rank, of several that shard a dimension equally."""
 
+    dimension: int
     rank: int
     n_ranks: int
 
@@ -70,34 +73,28 @@ def whole(shape: Shape) -> Placement:
     return Placement(tuple(shape), (0,) * len(shape), tuple(shape))
 
 
-def place(parameter: Tensor, dimension: int | None, tensor: TensorShard) -> Placement:
+def place(parameter: Tensor, shards: Sequence[Shard] = ()) -> Placement:
     """Returns which part of the whole parameter this rank holds.
 
     Args:
         parameter: plain, or as FSDP2 made it: a DTensor over a mesh of one or two dimensions.
-        dimension: along which tensor ranks shard it; None if they replicate it.
-        tensor: this rank among the tensor ranks.
+        shards: of this rank among those of tensors and of experts.
     """
     shape = list(parameter.shape)
-    if dimension is not None:
-        shape[dimension] *= tensor.n_ranks
+    for each in shards:
+        shape[each.dimension] *= each.n_ranks
     placement = whole(tuple(shape))
-    if dimension is not None:
-        placement = placement.cut(dimension, tensor.rank, tensor.n_ranks)
+    for each in shards:
+        placement = placement.cut(each.dimension, each.rank, each.n_ranks)
     for cut, rank, n_ranks in _cuts(parameter):
         if cut is not None:
             placement = placement.cut(cut, rank, n_ranks)
     return placement
 
 
-def is_writer(parameter: Tensor, dimension: int | None, tensor: TensorShard) -> bool:
-    """Whether this rank is the first of those that hold the same part of a parameter.
-
-    Takes the arguments of `place`. It cannot detect the copy of a tied embedding on the last
-    pipeline stage, which no rank writes.
-    """
-    is_first = dimension is not None or tensor.rank == 0
-    return is_first and all(rank == 0 for cut, rank, _ in _cuts(parameter) if cut is None)
+def is_first_holder(parameter: Tensor) -> bool:
+    """Whether this rank is the first of the data ranks that hold the same part of a parameter."""
+    return all(rank == 0 for cut, rank, _ in _cuts(parameter) if cut is None)
 
 
 def local_part(parameter: Tensor) -> Tensor:

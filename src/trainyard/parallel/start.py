@@ -16,6 +16,7 @@ raise `LostRankError`; its parent process names it (`launch/supervise.py`).
 from __future__ import annotations
 
 import json
+import os
 import platform
 import re
 import signal
@@ -36,7 +37,7 @@ from torch.distributed.distributed_c10d import PrefixStore, Store
 
 from trainyard import __version__
 from trainyard.errors import LaunchError, LostRankError, MachineError, UserError
-from trainyard.launch.environment import Process, code_checksum, keep_off_the_network
+from trainyard.launch.environment import Process, code_checksum, connect_late, keep_off_the_network
 from trainyard.launch.heartbeat import ANOTHER, Heartbeat, HeartbeatReader, end_with_parent
 from trainyard.topology import name_ranks
 
@@ -45,7 +46,8 @@ JOIN_SECONDS = 300.0
 """For all ranks to join: nodes that import torch from a busy file system differ by minutes."""
 FAREWELL_SECONDS = 10.0
 FAILURE_SECONDS = 2.0
-POLL_SECONDS = 0.1
+POLL_SECONDS, POLLS_A_SECOND = 0.1, 10_000
+"""Between two looks into the store; and how many looks of all ranks rank 0 must answer."""
 N_SHOWN, N_HOSTS = 16, 3
 
 Facts = Callable[[], Mapping[str, str]]
@@ -131,6 +133,7 @@ class _Rendezvous:
         self._listens_at = ""
         self.store = PrefixStore(f"attempt-{process.attempt}", self._open_store())
         self._deadline = time.monotonic() + timeout_seconds
+        self._poll_seconds = max(POLL_SECONDS, process.n_ranks / POLLS_A_SECOND)
 
     @property
     def me(self) -> str:
@@ -195,7 +198,7 @@ class _Rendezvous:
         try:
             n_here = self.store.add(key, 1)
             while n_here < self._process.n_ranks and time.monotonic() < deadline:
-                time.sleep(POLL_SECONDS)
+                time.sleep(self._poll_seconds)
                 n_here = self.store.add(key, 0)
         except RuntimeError:  # rank 0 has exited, and the store with it
             return
@@ -227,11 +230,11 @@ class _Rendezvous:
 
     def _find_problem(self) -> dict[str, str]:
         n_ranks = self._process.n_ranks
-        records: dict[int, dict[str, Any]] = {
-            rank: json.loads(self.store.get(f"rank/{rank}"))
-            for rank in range(n_ranks)
-            if self.store.check([f"rank/{rank}"])
-        }
+        keys = {rank: f"rank/{rank}" for rank in range(n_ranks)}
+        if not self.store.check(list(keys.values())):
+            keys = {rank: key for rank, key in keys.items() if self.store.check([key])}
+        found = self.store.multi_get(list(keys.values())) if keys else []
+        records: dict[int, dict[str, Any]] = dict(zip(keys, map(json.loads, found), strict=True))
         hosts = {rank: record["host"] for rank, record in records.items()}
         missing = [rank for rank in range(n_ranks) if rank not in records]
         if missing:
@@ -260,7 +263,7 @@ class _Rendezvous:
             if self.store.check(["verdict"]):
                 verdict = json.loads(self.store.get("verdict"))
                 return LaunchError(**verdict) if verdict else None
-            time.sleep(POLL_SECONDS)
+            time.sleep(self._poll_seconds)
         silent = {"problem": f"rank 0 at {self.place} does not respond", "hint": "see its output"}
         return LaunchError(**(self._find_problem() or silent))
 
@@ -316,6 +319,7 @@ class _Rendezvous:
 
 
 def _init_group(process: Process, device: torch.device, meeting: _Rendezvous) -> None:
+    connect_late()
     if process.is_on_one_machine:
         keep_off_the_network()
     # Subgroups use it later, when ranks can be minutes apart.
@@ -328,6 +332,7 @@ def _init_group(process: Process, device: torch.device, meeting: _Rendezvous) ->
             world_size=process.n_ranks,
             timeout=timedelta(seconds=meeting.timeout_seconds),
         )
+        dist.all_reduce(torch.zeros(1))  # gloo connects two ranks at their first message
     except RuntimeError as error:
         Heartbeat(process.heartbeat).blame(ANOTHER)  # it may have died since
         raise LaunchError(
@@ -336,14 +341,9 @@ def _init_group(process: Process, device: torch.device, meeting: _Rendezvous) ->
             "ranks use the address of the host name, unless GLOO_SOCKET_IFNAME and "
             "NCCL_SOCKET_IFNAME name a network interface",
         ) from error
-    lengthen_timeout()  # a short one to connect, a long one to compute
-
-
-def lengthen_timeout(group: dist.ProcessGroup | None = None) -> None:
-    """Gives the collectives of a group, or of all ranks, `COLLECTIVE_TIMEOUT`."""
-    # Private until torch 2.13.
+    # A short one to connect, a long one to compute. Private until torch 2.13.
     set_timeout = getattr(dist, "set_timeout", None) or dist.distributed_c10d._set_pg_timeout
-    set_timeout(COLLECTIVE_TIMEOUT, group)
+    set_timeout(COLLECTIVE_TIMEOUT, None)
 
 
 def _call_within(seconds: float, function: Callable[[], None]) -> None:
@@ -395,8 +395,10 @@ def _describe_difference(
         holders.setdefault(each.get(name, "nothing"), []).append(rank)
     if len(holders) == 1:
         return ""
+    # Past where they differ: else they could look equal.
+    n_shown = len(os.path.commonprefix(list(holders))) + N_SHOWN  # noqa: RUF071
     shown = [
-        f"{value if len(value) <= N_SHOWN else value[:N_SHOWN] + '..'} on "
+        f"{value if len(value) <= n_shown else value[:n_shown] + '..'} on "
         f"{name_ranks(ranks)} ({_name_hosts(ranks, hosts)})"
         for value, ranks in holders.items()
     ]

@@ -22,11 +22,17 @@ from trainyard.layout.sizes import checkpoint_bytes
 from trainyard.planning import saving
 from trainyard.planning.hardware import Machine
 from trainyard.planning.time import StepTime, step_time
+from trainyard.units import Duration
 
 HOST_COPY_BYTES_PER_SECOND = 20e9
 """From a device to host memory: achieved by PCIe 4.0 x16, of 32e9."""
 STORAGE_BYTES_PER_SECOND = (5e9, 20e9, 100e9)
 """Default file systems to report writing for: a small, a usual and a large one."""
+LEAST_USEFUL_SHARE = 0.95
+"""Below it, a plan says which way of saving loses less."""
+LEAST_GAIN = 0.015
+"""In useful share, for which a plan proposes more frequent saves or another file system."""
+NICE_MINUTES = (5, 10, 15, 20, 30, 60)
 
 
 @dataclass(frozen=True)
@@ -86,7 +92,7 @@ def run_cost(
     """
     steps = all_steps_seconds(run, plan, machine, time)
     evaluation = _evaluation_seconds(run, plan, time)
-    interval = min(run.checkpoint.interval or plan.n_steps, plan.n_steps) * steps / plan.n_steps
+    interval = run.checkpoint.interval_seconds(steps / plan.n_steps, plan.n_steps)
     n_nodes = math.ceil(plan.n_ranks / machine.devices_per_node)
     between = saving.mean_seconds_between_failures(n_nodes)
     copy = saving.host_bytes(run, plan) / HOST_COPY_BYTES_PER_SECOND
@@ -95,11 +101,10 @@ def run_cost(
         _saving(speed, n_bytes, copy if run.checkpoint.background else None, interval, between)
         for speed in storage
     )
-    stall = savings[0].stall_seconds
 
     def useful(failures_per_node_day: float) -> float:
         mean = saving.mean_seconds_between_failures(n_nodes, failures_per_node_day)
-        return saving.useful_share(interval, stall, mean)
+        return saving.useful_share(interval, savings[0].stall_seconds, mean)
 
     share = useful(saving.FAILURES_PER_NODE_DAY)
     seconds = (steps + evaluation) / share if share else math.inf
@@ -120,6 +125,47 @@ def run_cost(
         device_hours=device_hours,
         price=None if price_per_device_hour is None else device_hours * price_per_device_hour,
     )
+
+
+def better_saving(
+    run: Run, plan: Plan, machine: Machine, time: StepTime, storage: float
+) -> tuple[str, float]:
+    """Finds how to save so that failures and saves leave enough useful time, or most.
+
+    Args:
+        run: the run.
+        plan: its plan.
+        machine: the devices.
+        time: of a step with the full batch.
+        storage: write speed of the file system, in bytes per second.
+
+    Returns:
+        the smallest change, empty if none gains, and the useful share with it.
+    """
+
+    def cost_of(changes: rules.Changes, speed: float) -> Cost:
+        return run_cost(rules.change(run, changes), plan, machine, time, (speed,))
+
+    found, best = "", cost_of({}, storage).useful_share
+    faster = [(True, speed) for speed in STORAGE_BYTES_PER_SECOND if speed > storage]
+    for in_background, speed in [(run.checkpoint.background, storage), (True, storage), *faster]:
+        changes: dict[str, object] = {"checkpoint.background": in_background}
+        least = math.ceil(cost_of(changes, speed).savings[0].best_interval_seconds / 60)
+        shares: dict[int, float] = {}
+        for minutes in {least, *(n for n in NICE_MINUTES if n > least)}:
+            interval = {"checkpoint.interval": Duration(60 * minutes)}
+            shares[minutes] = cost_of(changes | interval, speed).useful_share
+        # As rarely as costs next to nothing.
+        minutes = max(
+            n for n, share in shares.items() if share >= max(shares.values()) - LEAST_GAIN
+        )
+        if shares[minutes] >= best + LEAST_GAIN:
+            changes["checkpoint.interval"], best = Duration(60 * minutes), shares[minutes]
+            found = rules.describe(run, changes, " ")
+            found += f" --storage {speed / 1e9:g}" if speed > storage else ""
+        if best >= LEAST_USEFUL_SHARE:
+            break
+    return found, best
 
 
 def all_steps_seconds(run: Run, plan: Plan, machine: Machine, time: StepTime) -> float:

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import math
 import os
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 from trainyard.config.devices import (
     GIGA,
+    MEASURED,
     Device,
     cpu_multiplies_bf16_natively,
     find_device,
@@ -51,17 +54,14 @@ class Efficiencies:
 ATTENTION_SHARE = 0.6
 """Speed of fused attention, relative to that of matmuls."""
 CUDNN_SPEED = 1.6
-"""Speed of cuDNN's attention, relative to flash attention 2.
-
-On an H100, 2,048 tokens, heads of 128: 484
-to 298 TFLOP/s forward if causal, 465 to 291 backward (figures 5 and 6 of arXiv:2407.08608); newer
-versions are reported at 1.7 to 2.3 (huggingface/transformers pull request 48163)."""
-FP8_SPEEDS: Mapping[Scaling, float] = {"tensorwise": 1.0, "rowwise": 0.5}
-"""Speed of matmuls by their scales.
-
-cuBLAS has one for a tensor; torch's kernels for rows are CUTLASS's.
-Fitted: nanochat's d26 on an H100 is 1.17 times as fast as in bf16 with tensorwise scales (predicted
-without a fit: 1.12) and 0.90 times with rowwise ones."""
+"""Speed of cuDNN's attention, relative to flash attention 2: 1.62 forward, 1.60 backward on an H100
+(figures 5 and 6 of arXiv:2407.08608); one gave us 1.59 to 1.81, and 5 per cent of a step."""
+CAST_SPEEDS: Mapping[Scaling, float] = {"tensorwise": 1.0, "rowwise": 0.3}
+"""Speed of casts to fp8 relative to other kernels; by rows they reduce along columns and transpose.
+Fitted: so nanochat's d26 is 0.90 times as fast as in bf16, Llama 3 8B 1.11 times (torchao)."""
+ALONE = 1 / 0.95
+"""Speed of a device alone: the share of a step was fitted where all wait for the slowest. One H100
+takes 4 per cent less time than planned so, over six models in bf16, and 5 to 9 more in fp8."""
 BLOCK_SECONDS = 0.3e-3
 """Host time to call a compiled block. A forward and a backward pass took 0.5 ms of CPU on the fake
 GPU, with a Xeon of unknown model."""
@@ -80,7 +80,7 @@ A100_EFFICIENCIES = Efficiencies(
     launch_seconds=14e-6,
     block_seconds=BLOCK_SECONDS,
     sources={
-        "matmul_share": "fastest matmul measured on the device",
+        "matmul_share": MEASURED,
         "sustained_share": FIT,
         "attention_share": f"assumed: {ATTENTION_SHARE} of matmul_share",
         "memory_share": FIT,
@@ -90,27 +90,22 @@ A100_EFFICIENCIES = Efficiencies(
         "block_seconds": "assumed: both passes of a block take 1 ms, with 32 launches",
     },
 )
-UNMEASURED_PRODUCT_SHARE = 0.51
-"""For devices without measured matmuls: the lowest measured share."""
-UNMEASURED = "assumed: as an MI300X"
-UNMEASURED_SHARES = (0.87, 0.41)
-"""Their bounds: the best measured, an A100's, and that of steps on an MI250X."""
+UNMEASURED_MATMUL_SHARE = 0.6
+"""For devices of a user's own: between 0.45 of cards that lack power and 0.87 of an A100."""
 
 
 def transfer_efficiencies(device: Device) -> Efficiencies:
     """Estimates a device's efficiencies from those of an A100."""
-    share, source = device.matmul_share, device.matmul_source
+    share = device.matmul_share or UNMEASURED_MATMUL_SHARE
     attention = device.attention_share
-    if share is None:
-        share, source = UNMEASURED_PRODUCT_SHARE, UNMEASURED
-    sources = dict(A100_EFFICIENCIES.sources) | {"matmul_share": source}
+    sources = dict(A100_EFFICIENCIES.sources) | {"matmul_share": device.matmul_source}
     if not device.name.startswith("A100"):
         fitted = [name for name, source in sources.items() if source in (FIT, BOUND)]
         sources |= dict.fromkeys(fitted, "assumed: as on an A100")
-    if device.attention_share is not None:
+    if attention is not None:
         sources["attention_share"] = "FlashAttention-2 measured on an H100"
     if device.sustained_share != 1:
-        sources["sustained_share"] = "fitted on published steps of H100s"
+        sources["sustained_share"] = device.sustained_source
     return replace(
         A100_EFFICIENCIES,
         matmul_share=share,
@@ -136,6 +131,13 @@ class Machine:
     network_latency_seconds: float
     """Per hop between nodes; n nodes form a tree of log2 n hops."""
     efficiencies: Efficiencies
+    host_memory_bytes: float = math.inf
+    """Host memory of a node; infinite if unknown."""
+
+    def at_speed(self, speed: float) -> Machine:
+        """Scales the speed of matmuls and attention, to at most that of isolated ones."""
+        share = min(1.0, self.efficiencies.sustained_share * speed)
+        return replace(self, efficiencies=replace(self.efficiencies, sustained_share=share))
 
     @property
     def memory_bytes(self) -> int | None:
@@ -172,16 +174,15 @@ class Machine:
             )
         return bandwidth
 
-    def matmul_seconds(self, flops: float, dtype: str, speed: float = 1.0) -> float:
+    def matmul_seconds(self, flops: float, dtype: str) -> float:
         """Predicts the time of the FLOP of matmuls; `memory_seconds` that of their bytes.
 
         Args:
             flops: of matmuls.
             dtype: of their factors.
-            speed: relative to such matmuls, as in FP8_SPEEDS.
         """
         share = self.efficiencies.matmul_share * self.efficiencies.sustained_share
-        return flops / (self.peak(dtype) * share * speed)
+        return flops / (self.peak(dtype) * share)
 
     def attention_seconds(self, flops: float, dtype: str, speed: float) -> float:
         """Predicts the time of fused attention, its bytes included.
@@ -209,18 +210,6 @@ class Machine:
         shares = self.efficiencies
         host_seconds = launches * shares.launch_seconds + block_passes * shares.block_seconds
         return float((device_seconds**HIDING + host_seconds**HIDING) ** (1 / HIDING))
-
-
-def find_extremes(machine: Machine) -> tuple[Machine, Machine] | None:
-    """Returns upper and lower bounds of a machine; None if its matmuls were measured."""
-    shares = machine.efficiencies
-    if shares.sources["matmul_share"] != UNMEASURED:
-        return None
-    fast, slow = (
-        replace(shares, matmul_share=share, attention_share=ATTENTION_SHARE * share)
-        for share in UNMEASURED_SHARES
-    )
-    return replace(machine, efficiencies=fast), replace(machine, efficiencies=slow)
 
 
 @dataclass(frozen=True)
@@ -261,3 +250,24 @@ def find_local_machine(system: Path = Path("/")) -> LocalMachine:
     precision = "bf16" if cpu_multiplies_bf16_natively(system / "proc/cpuinfo") else "fp32"
     name = f"{cores} CPU core{'s' if cores > 1 else ''}"
     return LocalMachine(name, 1, False, cores * _CORE_FLOPS_PER_SECOND, precision)
+
+
+def free_memory_bytes(system: Path = Path("/"), line: str = "MemAvailable") -> int | None:
+    """Returns the available memory of this machine, or this job's limit if lower.
+
+    Args:
+        system: the root of the file system.
+        line: of /proc/meminfo: "MemTotal" counts what is in use, too.
+    """
+    try:
+        text = (system / "proc/meminfo").read_text()
+        own = (system / "proc/self/cgroup").read_text().rpartition("::")[2].strip("/\n")
+    except OSError:  # macOS
+        return None
+    limits = [1024 * int(kib) for kib in re.findall(rf"^{line}:\s*(\d+) kB$", text, re.M)]
+    groups = system / "sys/fs/cgroup"
+    for group in [groups, *(groups / each for each in (Path(own), *Path(own).parents))]:
+        path = group / "memory.max"  # Slurm limits a job's group, above that of its processes
+        if path.exists() and (limit := path.read_text().strip()).isdigit():
+            limits.append(int(limit))
+    return min(limits, default=None)

@@ -15,16 +15,16 @@ import itertools
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Self
 
 from trainyard.architecture import matmuls, padded_vocabulary_size, parameter_count
 from trainyard.config import rules
 from trainyard.config.run import Run
 from trainyard.layout.batches import BatchSchedule
-from trainyard.layout.flops import model_flops_per_token
+from trainyard.layout.flops import active_parameter_count, model_flops_per_token
 from trainyard.planning.cost import Cost, run_cost
-from trainyard.planning.hardware import Machine, find_extremes
-from trainyard.planning.search import FIELDS, Candidate, search
+from trainyard.planning.hardware import Machine
+from trainyard.planning.search import FIELDS, Candidate, search_with_ramp
+from trainyard.planning.time import find_extremes
 from trainyard.units import Length, format_seconds
 
 TOKENS_PER_PARAMETER = 20
@@ -43,8 +43,9 @@ SMALL_SHAPES, LARGE_SHAPES = SHAPES[:10], SHAPES[8:]
 """From 0.1M to 300M parameters in the blocks, for a first run; and from GPT-3's smallest."""
 CHANGED_FIELDS = (
     *("model.n_layers", "model.d_model", "model.n_heads", "model.d_ff"),
-    *("model.d_head", "model.n_key_value_heads"),
+    *("model.d_head", "model.n_key_value_heads", "model.d_expert", "model.n_dense_blocks"),
     *("train.length", "train.batch_ramp", "schedule.warmup", "schedule.decay"),
+    "schedule.points",
     *FIELDS,
 )
 """Fields in which a model of `SHAPES` in its layout may differ from the run."""
@@ -73,7 +74,7 @@ class TrainingEstimate:
 
 @dataclass(frozen=True)
 class Estimator:
-    """Estimates training times on a machine."""
+    """Estimates training times on a machine, at the slow end of predictions."""
 
     machine: Machine
     storage: tuple[float, ...]
@@ -81,18 +82,11 @@ class Estimator:
     price: float | None = None
     """Price of a device-hour."""
 
-    @classmethod
-    def at_its_slowest(
-        cls, machine: Machine, storage: tuple[float, ...], price: float | None = None
-    ) -> Self:
-        """Assumes the slowest speed for unmeasured devices."""
-        extremes = find_extremes(machine)
-        return cls(extremes[1] if extremes else machine, storage, price)
-
     def estimate(self, run: Run, n_devices: int) -> TrainingEstimate:
-        """Finds the fastest layout of a run, and its total cost."""
-        for best in search(run, self.machine, n_devices, most=1):
-            cost = run_cost(best.run, best.plan, self.machine, best.time, self.storage, self.price)
+        """Finds the fastest layout of a run, and its total cost at the slow end of its range."""
+        for best in search_with_ramp(run, self.machine, n_devices, most=1):
+            slow = find_extremes(best.run, best.plan, self.machine, best.time)[1]
+            cost = run_cost(best.run, best.plan, self.machine, slow, self.storage, self.price)
             return TrainingEstimate(best.run, n_devices, best, cost)
         return TrainingEstimate(run, n_devices)
 
@@ -128,12 +122,14 @@ def shape_run(run: Run, shape: tuple[int, int], *, keeps_length: bool) -> Run:
 
     The smallest models have two heads. SwiGLU, whose three matrices are to have as many parameters
     as these two, gets 8/3 d_model, in multiples of 128. As many heads share keys and values as
-    before, if they divide the heads. The length becomes 20 tokens per parameter.
+    before, if they divide the heads; experts keep their number and their share of d_model. The
+    length becomes 20 tokens per parameter that a token uses.
     """
     n_layers, d_model = shape
     n_heads = max(2, d_model // (128 if d_model >= 2048 else 64))
     group_size = math.gcd(n_heads, run.model.n_heads // run.model.n_key_value_heads)
-    n_matrices = sum(len(layer.matrices) for layer in matmuls(run.model, "mlp"))
+    plain = run.model.model_copy(update={"n_experts": 0})
+    n_matrices = sum(len(layer.matrices) for layer in matmuls(plain, "mlp"))
     size: rules.Changes = {
         "model.n_layers": n_layers,
         "model.d_model": d_model,
@@ -141,17 +137,24 @@ def shape_run(run: Run, shape: tuple[int, int], *, keeps_length: bool) -> Run:
         "model.d_head": d_model // n_heads,
         "model.n_key_value_heads": n_heads // group_size,
         "model.d_ff": round(8 * d_model / n_matrices / 128) * 128,
+        "model.n_dense_blocks": min(run.model.n_dense_blocks, n_layers - 1),
     }
+    if run.model.n_experts:
+        d_expert = run.model.d_expert * d_model / run.model.d_model
+        size["model.d_expert"] = max(1, round(d_expert / 64)) * 64
     shaped = rules.change(run, size)
     if keeps_length:
         return shaped
-    n_tokens = TOKENS_PER_PARAMETER * count_parameters(shaped)
+    padded = padded_vocabulary_size(shaped.model)
+    n_tokens = TOKENS_PER_PARAMETER * active_parameter_count(shaped.model, padded)
     n_tokens = round(n_tokens, 3 - len(str(n_tokens)))  # three significant digits
+    n_before = BatchSchedule(run).sequences(run.train.length) * run.model.sequence_length
     lengths: rules.Changes = {
         "train.length": Length(n_tokens, "tokens"),
         "train.batch_ramp": None,
         "schedule.warmup": Length(n_tokens // 100, "tokens"),
         "schedule.decay": Length(n_tokens, "tokens"),
+        "schedule.points": run.schedule.points.scaled(n_tokens, n_before),
     }
     return rules.change(shaped, lengths)
 

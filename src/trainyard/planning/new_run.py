@@ -42,6 +42,8 @@ from trainyard.units import format_seconds, parse_shares
 FIRST_RUN_SECONDS = 600.0
 FIRST_RUN_SPLIT, FIRST_RUN_TRAIN_SHARE = "90,5,5", 0.9
 MOST_PASSES = 4
+MOST_LOST_SECONDS = 1800.0
+"""Most training that a failure undoes, in a first run."""
 _SIZES = ("125m", "350m", "760m", "1.3b", "2.7b", "6.7b", "13b", "175b")
 _SHAPED = ("model.n_layers", "model.d_model", "model.n_heads", "model.d_ff")
 _TIMED = ("train.length", "schedule.warmup", "schedule.decay")
@@ -115,7 +117,7 @@ def choose_local_run(
         "evaluate.interval": max(1, n_steps // 10),
         "evaluate.batches": min(16, held_out),
         "evaluate.sample_interval": max(1, n_steps // 4),
-        "checkpoint.interval": max(1, n_steps // 4),
+        "checkpoint.interval": max(1, n_steps // max(4, round(seconds / MOST_LOST_SECONDS))),
         "log.interval": max(1, n_steps // 50),
         "data.split": FIRST_RUN_SPLIT,
     }

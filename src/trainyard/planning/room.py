@@ -5,9 +5,9 @@ It runs before training, so that a run does not fail hours later, or take the ma
 
 from __future__ import annotations
 
-import re
 import shutil
 from pathlib import Path
+from typing import Any
 
 from trainyard.config import rules
 from trainyard.config.devices import find_device, list_gpus
@@ -16,11 +16,13 @@ from trainyard.errors import MachineError
 from trainyard.layout.ranks import is_legal
 from trainyard.layout.resolve import Plan, resolve
 from trainyard.layout.sizes import checkpoint_bytes
+from trainyard.planning.hardware import free_memory_bytes
 from trainyard.planning.memory import busiest_memory
-from trainyard.planning.search import SAVINGS, USABLE_SHARE
+from trainyard.planning.search import SAVINGS, USABLE_SHARE, first_saving
 from trainyard.units import format_bytes
 
 FORCE = "--force trains anyway"
+HERE = "this machine"
 
 
 def refuse_without_room(run: Run, plan: Plan, n_local_ranks: int, folder: Path) -> None:
@@ -40,34 +42,39 @@ def refuse_without_room(run: Run, plan: Plan, n_local_ranks: int, folder: Path) 
 
 
 def _refuse_without_memory(run: Run, plan: Plan, n_local_ranks: int) -> None:
+    """Checks the memory of a GPU, and of this machine for the processes of all its ranks."""
     gpus = list_gpus()
-    there = gpu_bytes(gpus[0]) if gpus else free_memory_bytes()
-    n_sharing = 1 if gpus else n_local_ranks
+    own = (gpus[0], gpu_bytes(gpus[0]), 1) if gpus else None
+    for name, there, n_sharing in filter(None, (own, (HERE, free_memory_bytes(), n_local_ranks))):
 
-    def needed(run: Run, plan: Plan) -> int:
-        return n_sharing * busiest_memory(run, plan, on_gpu=bool(gpus)).peak_bytes
+        def needed(run: Run, plan: Plan, name: str = name, n_sharing: int = n_sharing) -> int:
+            memory = busiest_memory(run, plan, on_gpu=bool(gpus))
+            of_process = memory.process_bytes(on_gpu=bool(gpus))
+            return n_sharing * (of_process if name == HERE else memory.peak_bytes)
 
-    if there is None or needed(run, plan) <= there:
-        return
+        if there is None or needed(run, plan) <= there:
+            continue
 
-    def works(changed: Run) -> bool:
-        n_ranks = plan.n_ranks
-        return is_legal(changed, n_ranks) and needed(changed, resolve(changed, n_ranks)) <= there
+        def works(changed: Run, there: int = there, needed: Any = needed) -> bool:
+            n_ranks = plan.n_ranks
+            return (
+                is_legal(changed, n_ranks) and needed(changed, resolve(changed, n_ranks)) <= there
+            )
 
-    changes = rules.first_fix(run, SAVINGS, works)
-    fix = rules.describe(run, changes, " ") or "a smaller model, or its ranks on more machines,"
-    who = "a rank needs" if n_sharing == 1 else f"{n_sharing} ranks need"
-    raise MachineError(
-        f"{run.name} does not fit in memory: {who} about {format_bytes(needed(run, plan))}, and "
-        f"{gpus[0] if gpus else 'this machine'} has {format_bytes(there)}"
-        + ("" if gpus else " available"),
-        f"{fix} fits; {FORCE}",
-    )
+        changes = first_saving(run, SAVINGS, works)
+        fix = rules.describe(run, changes, " ") or "a smaller model, or its ranks on more machines,"
+        who = "a rank needs" if n_sharing == 1 else f"{n_sharing} ranks need"
+        raise MachineError(
+            f"{run.name} does not fit in memory: {who} about {format_bytes(needed(run, plan))}, "
+            f"and {name} has {format_bytes(there)}" + (" available" if name == HERE else ""),
+            f"{fix} fits; {FORCE}",
+        )
 
 
 def _refuse_without_disk(run: Run, plan: Plan, folder: Path) -> None:
     interval, size = run.checkpoint.interval, checkpoint_bytes(run, plan.n_parameters)
-    n_saves = 1 + ((plan.n_steps - 1) // interval if interval else 0)
+    steps = interval if isinstance(interval, int) else 1  # by time: as many as it keeps
+    n_saves = 1 + ((plan.n_steps - 1) // steps if steps else 0)
     # The oldest is removed once the newest is complete.
     n_most = min(n_saves, run.checkpoint.keep_last + 1)
     n_more = n_most - len(list((folder / "checkpoints").glob("step-*")))
@@ -86,22 +93,3 @@ def gpu_bytes(name: str) -> int | None:
     """Returns a GPU's memory without the driver's share; None if the GPU is unknown."""
     device = find_device(name)
     return int(USABLE_SHARE * device.memory_bytes) if device and device.memory_bytes else None
-
-
-def free_memory_bytes(system: Path = Path("/")) -> int | None:
-    """Returns the available memory of this machine, or this job's limit if lower.
-
-    Args:
-        system: the root of the file system.
-    """
-    try:
-        text = (system / "proc/meminfo").read_text()
-        own = (system / "proc/self/cgroup").read_text().rpartition("::")[2].strip("/\n")
-    except OSError:  # macOS
-        return None
-    limits = [1024 * int(kib) for kib in re.findall(r"^MemAvailable:\s*(\d+) kB$", text, re.M)]
-    groups = system / "sys/fs/cgroup"
-    for path in {groups / own / "memory.max", groups / "memory.max"}:
-        if path.exists() and (limit := path.read_text().strip()).isdigit():
-            limits.append(int(limit))
-    return min(limits, default=None)

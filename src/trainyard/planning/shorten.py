@@ -56,6 +56,7 @@ def shorten(run: Run, n_steps: int) -> Run:
     shrink(tables["schedule"], "warmup", 0)
     if run.schedule.kind == "warmup_stable_decay":
         shrink(tables["schedule"], "cooldown", 0)
+    tables["schedule"]["points"] = run.schedule.points.scaled(n_sequences, whole)
     if run.train.batch_ramp:
         shrink(tables["train"]["batch_ramp"], "length", 1)
     for (section, name), least in LEAST_PER_RUN.items():
@@ -92,7 +93,7 @@ def describe_too_short(run: Run, plan: Plan) -> Iterator[str]:
     """Says which settings do not suit the run's length, each in one line."""
     schedule, peak = run.schedule, run.optimizer.learning_rate
     rate, length = learning_rate(run, plan, plan.n_sequences), str(run.train.length)
-    if plan.warmup_sequences >= plan.n_sequences:
+    if schedule.kind != "points" and plan.warmup_sequences >= plan.n_sequences:
         yield (
             f"the run ends in warmup, at a learning rate of {rate:.3g} of {peak:.3g}: "
             f"schedule.warmup={str(schedule.warmup)!r}, train.length={length!r}"
@@ -112,7 +113,7 @@ def with_lengths_of(other: Run, run: Run) -> Run:
     """Copies every length and interval that `shorten` may have changed from another run."""
     tables, others = run.model_dump(), other.model_dump()
     lengths = [("train", "length"), ("train", "batch_ramp")]
-    lengths += [("schedule", name) for name in ("warmup", "decay", "cooldown")]
+    lengths += [("schedule", name) for name in ("warmup", "decay", "cooldown", "points")]
     for section, name in [*lengths, *LEAST_PER_RUN]:
         tables[section][name] = others[section][name]
     return build_run(tables)

@@ -14,10 +14,13 @@ stage waits for (B), and the gradients of weights (W), which fill the gaps.
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
+
+from trainyard.config.run import Parallel
 
 Kind = Literal["F", "B", "W"]
 StageSeconds = Sequence[tuple[float, float]]
@@ -76,7 +79,7 @@ def lay_out(
                 moved = True
         assert moved, (schedule, n_ranks, n_micro_batches)
     for rank in ranks:
-        rank.finish()
+        rank.do_weights(math.inf)
     return [rank.passes for rank in ranks]
 
 
@@ -90,22 +93,18 @@ class _Rank:
 
     def do(self, kind: Kind, stage: int, micro_batch: int, needs: float, seconds: float) -> None:
         """Schedules a pass as early as possible, after those that fit before it."""
-        while self.weights and self.free_at + self.weights[0][2] <= needs:
-            self._do_weights()
-        start = max(self.free_at, needs)
+        self.do_weights(needs)
+        self._add(kind, stage, micro_batch, max(self.free_at, needs), seconds)
+
+    def do_weights(self, until: float) -> None:
+        """Schedules the waiting gradients of weights that are done by then."""
+        while self.weights and self.free_at + self.weights[0][2] <= until:
+            stage, micro_batch, seconds = self.weights.popleft()
+            self._add("W", stage, micro_batch, self.free_at, seconds)
+
+    def _add(self, kind: Kind, stage: int, micro_batch: int, start: float, seconds: float) -> None:
         self.free_at = start + seconds
         self.passes.append(TimedPass(kind, stage, micro_batch, start, self.free_at))
-
-    def finish(self) -> None:
-        """Schedules the remaining passes."""
-        while self.weights:
-            self._do_weights()
-
-    def _do_weights(self) -> None:
-        stage, micro_batch, seconds = self.weights.popleft()
-        end = self.free_at + seconds
-        self.passes.append(TimedPass("W", stage, micro_batch, self.free_at, end))
-        self.free_at = end
 
 
 def _order(
@@ -113,9 +112,7 @@ def _order(
 ) -> list[tuple[Kind, int, int]]:
     """Lists the passes of a rank in order: kind, stage, micro batch."""
     n_passes = n_chunks * n_micro_batches
-    in_round = n_micro_batches
-    if schedule in ("interleaved", "zero_bubble") and n_ranks > 1:
-        in_round = round_size(n_ranks, n_micro_batches)
+    in_round = round_size(n_ranks, n_micro_batches)
     forward, backward = [], []
     for number in range(n_passes):
         chunk = number // in_round % n_chunks
@@ -150,14 +147,27 @@ def round_size(n_ranks: int, n_micro_batches: int) -> int:
     return n_micro_batches // max(1, n_micro_batches // n_ranks)
 
 
+def bubble_passes(parallel: Parallel, n_micro_batches: int) -> float:
+    """Returns how long a rank idles in a step, in passes of a micro batch through its stages.
+
+    As by `lay_out`, where stages are equal and a backward pass takes two forward ones. With fewer
+    micro batches than ranks, a rank also waits between its stages, until they have passed the rest.
+    """
+    n_ranks, n_chunks, n = parallel.pipeline, parallel.chunks, n_micro_batches
+    missing = max(0, n_ranks - n)
+    if parallel.schedule != "zero_bubble":
+        return ((n_ranks - 1) + (n_chunks - 1) * missing) / n_chunks
+    # Of few micro batches, the last passes all stages twice, and weight gradients of one are left.
+    exposed = 2 * n_ranks - 3 * n + (2 * n - n_ranks) / n_chunks
+    return ((n_ranks - 1) / n_chunks + max(missing, exposed)) / 3
+
+
 def micro_batches_in_flight(
     schedule: str, rank: int, n_ranks: int, n_chunks: int, n_micro_batches: int
 ) -> list[int]:
     """Counts, for each stage of a rank, micro batches whose activations are kept at most."""
     n_begun = 1 + _passes_ahead(schedule, rank, n_ranks, n_chunks, n_micro_batches)
-    if schedule == "zero_bubble" and n_ranks > 1:  # gradients of weights are computed later
-        n_begun += rank
-    counts = [0] * n_chunks
+    counts, in_round = [0] * n_chunks, round_size(n_ranks, n_micro_batches)
     for number in range(min(n_chunks * n_micro_batches, n_begun)):
-        counts[number // round_size(n_ranks, n_micro_batches) % n_chunks] += 1
+        counts[number // in_round % n_chunks] += 1
     return counts

@@ -14,24 +14,30 @@ kernels that `simulate/kernels.py` counts. benchmarks/planning_tables.py describ
 
 from __future__ import annotations
 
+import math
+import operator
 import tomllib
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from importlib import resources
-from typing import Any, Literal
+from typing import Any
 
 from trainyard.architecture import (
+    Blocks,
     LayerSpec,
+    Shape,
+    attention_values,
     count_logit_chunks,
     count_values,
     matmuls,
+    outer_messages,
     parameters_of,
 )
 from trainyard.config.precisions import MASTER, Scaling
 from trainyard.config.run import Model, Run
 from trainyard.layout.resolve import Plan
-from trainyard.planning.rank import FP32_BYTES, Rank, count_fp8_blocks
+from trainyard.planning.rank import FP32_BYTES, EqualBlocks, Kinds, Rank, count_waiting
 from trainyard.planning.traffic import Traffic, rank_traffic
 from trainyard.topology import Topology
 
@@ -64,6 +70,8 @@ class Program:
     """Moved per parameter and micro batch to add to gradients."""
     fused_gradient_bytes: float = 6
     """As `gradient_bytes`, where matmuls add to gradients."""
+    gathered_bytes: float = 4
+    """Moved per parameter of a block and gather to copy it out of the message."""
     table_bytes: float = 8
     """As `gradient_bytes`, of embedding and head."""
     recast_bytes: float = 17
@@ -92,15 +100,19 @@ class Program:
     state decoded, updated and encoded."""
     is_compiled: bool = True
     """Whether the host calls compiled blocks."""
-    exposed_share: float = 0.2
-    """Share of communication that is exposed despite overlap, by data ranks and by tensor ranks
-    with `hides_tensor`: 1 without overlap, else its slowdown of computation. Exchanges take up to
-    24 of 108 to 132 multiprocessors: an estimate."""
-    hides_tensor: Literal["none", "backward", "all"] = "backward"
-    """Which exchanges of tensor ranks overlap with matmuls: those in backward passes of
-    column-parallel layers, or all but a first part."""
-    hides_in_pipeline: bool = False
-    """Whether exchanges of data ranks below ZeRO 3 overlap in a pipeline too."""
+    hides_data: bool = True
+    """Whether what data ranks exchange overlaps with computation."""
+    exposed_tensor_share: float | None = None
+    """Share of what tensor ranks exchange that is exposed; None: all but that beside matmuls, in
+    pieces (`architecture.count_pieces`)."""
+    copies_tokens: bool = True
+    """Whether gathered tokens of several sequences are copied into one block of memory."""
+    shared_speed: float = 0.95
+    """Speed of matmuls and attention on several devices, relative to a device alone: all wait for
+    the slowest, and devices of one node differ by 5 per cent (stas00/ml-engineering)."""
+    sharded_speed: float = 0.9
+    """As `shared_speed`, on top of it, beside exchanges of ZeRO 2 and 3, which take multiprocessors
+    and bandwidth of the memory. Fitted to published steps of FSDP with flash attention."""
     reduced_bytes: int = 4
     """Bytes of a gradient in data-parallel reductions."""
     score_bytes: float = 0
@@ -179,26 +191,28 @@ class Matmul:
     columns: int
     count: float = 1
     in_fp8: bool = False
+    in_fp32: bool = False
 
     @property
     def flops(self) -> float:
         """FLOP of all of them."""
         return 2.0 * self.rows * self.inner * self.columns * self.count
 
-    def n_bytes(self, value_bytes: int, cast_bytes: tuple[float, float]) -> float:
+    def n_bytes(self, value_bytes: int, cast_bytes: tuple[float, ...]) -> float:
         """Bytes that all read and write.
 
         Args:
             value_bytes: of a number in the compute precision.
             cast_bytes: as in `Program`.
         """
+        value_bytes = FP32_BYTES if self.in_fp32 else value_bytes
         factors = self.rows * self.inner, self.inner * self.columns
         moved = [1 + n for n in cast_bytes] if self.in_fp8 else [value_bytes] * 2
         operands = sum(size * n for size, n in zip(factors, moved, strict=True))
         return self.count * (operands + value_bytes * self.rows * self.columns)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class StagePass:
     """One pass of a micro batch through a stage."""
 
@@ -209,15 +223,11 @@ class StagePass:
     """Read and written by everything else."""
     kernels: float = 0
     n_blocks: int = 0
+    n_waits: int = 0
+    """How often the host waits for the device."""
 
     def __add__(self, other: StagePass) -> StagePass:
-        return StagePass(
-            self.products + other.products,
-            self.attention_flops + other.attention_flops,
-            self.memory_bytes + other.memory_bytes,
-            self.kernels + other.kernels,
-            self.n_blocks + other.n_blocks,
-        )
+        return StagePass(*map(operator.add, vars(self).values(), vars(other).values()))
 
     def times(self, n: int) -> StagePass:
         """Repeats it."""
@@ -227,6 +237,7 @@ class StagePass:
             self.memory_bytes * n,
             self.kernels * n,
             self.n_blocks * n,
+            self.n_waits * n,
         )
 
 
@@ -234,9 +245,9 @@ BothPasses = tuple[StagePass, StagePass]
 """Forward and backward pass of a micro batch."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class RankWork:
-    """Work of a rank."""
+    """Work of a rank; ranks that are alike share it."""
 
     stages: tuple[BothPasses, ...]
     """One micro batch through each of its pipeline stages."""
@@ -244,6 +255,8 @@ class RankWork:
     """Messages of a step."""
     n_parameters: int
     """Parameters before ZeRO shards them."""
+    n_first: int
+    """Those of the embedding, which come and go in a message of their own."""
     n_updated: int
     """Parameters of its optimizer."""
     n_from_fp8: int
@@ -282,24 +295,27 @@ def count_work(run: Run, plan: Plan, program: Program | None = None) -> Work:
     works = {kind: counter.count(plan) for kind, counter in {c.kind: c for c in counters}.items()}
     ranks = tuple(works[counter.kind] for counter in counters)
     busiest = max(counters, key=lambda counter: counter.n_blocks)
-    rounds = busiest.update_rounds()
+    rounds, experts = busiest.update_rounds(), busiest.expert_updates()
     return Work(
         run=run,
         topology=plan.topology,
         program=program,
         ranks=ranks,
         update_kernels=busiest.update_kernels(rounds, max(rank.n_updated for rank in ranks)),
-        update_products=tuple(product for each in rounds for product in newton_schulz(each[0])),
+        update_products=(
+            *(product for each in rounds for product in newton_schulz(each[0].matrices)),
+            *(product for shape, n, _ in experts for product in newton_schulz([shape], n)),
+        ),
         n_micro_batches=busiest.n_micro_batches,
     )
 
 
-def newton_schulz(layer: LayerSpec) -> list[Matmul]:
-    """Lists the matmuls that orthogonalize a whole matrix, or each that is fused into it."""
+def newton_schulz(matrices: Sequence[Shape], n: int = 1) -> list[Matmul]:
+    """Lists the matmuls that orthogonalize `n` matrices of each shape."""
     sides = []
-    for short, long in map(sorted, layer.matrices):
+    for short, long in map(sorted, matrices):
         sides += [(short, long, short), (short, short, short), (short, short, long)]
-    return [Matmul(*each, count=NEWTON_SCHULZ_ITERATIONS) for each in sides]
+    return [Matmul(*each, count=n * NEWTON_SCHULZ_ITERATIONS) for each in sides]
 
 
 class _Counter(Rank):
@@ -314,29 +330,31 @@ class _Counter(Rank):
     def __init__(self, run: Run, plan: Plan, pipeline_rank: int, program: Program) -> None:
         super().__init__(run, plan, pipeline_rank)
         self.program = program
-        self.kind = tuple(
-            (blocks[1] - blocks[0], count_fp8_blocks(run, blocks), tuple(outer))
-            for blocks, outer in zip(self.stages, self.outer_layers, strict=True)
-        )
+        outer = map(tuple, self.outer_layers)
+        self.kind = tuple(zip(self.kinds, outer, strict=True))
         self.wide = self.value_bytes // 2
         self.n_stream = self.n_residual * run.model.d_model
 
     def count(self, plan: Plan) -> RankWork:
         """Counts all of it."""
         n_outer = list(map(count_values, self.outer_layers))
-        n_parameters = self.n_blocks * count_values(self.block) + sum(n_outer)
+        n_experts = sum(self._expert_values(b) * b.number for b in self.blocks.values())
+        n_parameters = sum(b.number * count_values(b.layers) for b in self.blocks.values())
+        n_parameters += sum(n_outer)
         examples = dict(zip(self.kind, zip(self.stages, n_outer, strict=True), strict=True))
-        stages = {kind: self._stage(*example) for kind, example in examples.items()}
-        n_from_fp8 = 0
-        if self.run.precision.fp8.all_gather:
-            matrices = sum(layer.n_inputs * layer.n_outputs for layer in self.matmuls)
-            n_from_fp8 = self.block_gathers() * self.n_fp8_blocks * matrices
+        stages = {kind: self._stage(kind[0], *example) for kind, example in examples.items()}
+        padded = plan.padded_vocabulary_size
+        ends = outer_messages(self.model, padded, self.stages[0], self.topology.tensor)
+        n_sent_blocks = self.n_fp8_blocks if self.run.precision.fp8.all_gather else 0
+        matrices = sum(layer.n_inputs * layer.n_outputs for layer in self.matmuls)
         return RankWork(
             stages=tuple(stages[kind] for kind in self.kind),
             traffic=tuple(rank_traffic(self.run, plan, self.pipeline_rank)),
             n_parameters=n_parameters,
-            n_updated=n_parameters // self.n_shards,
-            n_from_fp8=n_from_fp8,
+            n_first=count_values(ends[0]) if self.has_first else 0,
+            n_updated=(n_parameters - n_experts) // self.n_shards
+            + n_experts // self.n_expert_shards,
+            n_from_fp8=self.block_gathers() * n_sent_blocks * matrices,
         )
 
     def update_kernels(self, rounds: Sequence[Sequence[LayerSpec]], n_updated: int) -> float:
@@ -349,47 +367,100 @@ class _Counter(Rank):
             n_matrices = sum(map(len, rounds))
             n_whole = sum(len(each[0].matrices) for each in rounds)
             kernels += n_matrices * MUON_KERNELS + n_whole * NEWTON_SCHULZ_KERNELS
+        kernels += len(self.expert_updates()) * (MUON_KERNELS + NEWTON_SCHULZ_KERNELS)
         if MASTER in self.run.stored(True, 2).states:
             kernels += self.n_blocks * len(self.matmuls) * self.program.matrix_kernels
         return kernels
 
-    def _stage(self, blocks: tuple[int, int], n_outer: int) -> BothPasses:
+    def _stage(self, kinds: Kinds, blocks: Blocks, n_outer: int) -> BothPasses:
         """Counts a stage, with embedding and head if it has them.
 
         Args:
+            kinds: of its blocks.
             blocks: its first and one past its last.
             n_outer: values of parameters outside the blocks.
         """
-        n_fp8 = count_fp8_blocks(self.run, blocks)
-        forward, backward = self._blocks(blocks[1] - blocks[0] - n_fp8, in_fp8=False)
-        if n_fp8:
-            forward_fp8, backward_fp8 = self._blocks(n_fp8, in_fp8=True)
-            forward, backward = forward + forward_fp8, backward + backward_fp8
+        forward = backward = StagePass()
+        for kind, n in kinds:
+            more = self._blocks(n, *kind)
+            forward, backward = forward + more[0], backward + more[1]
         if blocks[1] == self.model.n_layers:
-            forward_head, backward_head = self._head()
-            forward, backward = forward + forward_head, backward + backward_head
+            head = self._head()
+            forward, backward = forward + head[0], backward + head[1]
         return forward, backward + StagePass(memory_bytes=n_outer * self.program.table_bytes)
 
-    def _blocks(self, n: int, *, in_fp8: bool) -> BothPasses:
+    def _blocks(self, n: int, recompute: str, in_fp8: bool, has_experts: bool) -> BothPasses:
         """Counts a number of equal blocks."""
-        attention, scores = self._half("attention", in_fp8), self._scores()
-        mlp = self._half("mlp", in_fp8)
+        block = self.blocks[has_experts]
+        attention, scores = self._half("attention", in_fp8, block), self._scores()
+        mlp = self._half("mlp", in_fp8, block)
         forward, backward = (attention[i] + scores[i] + mlp[i] for i in (0, 1))
-        if self.parallel.recompute == "block":
-            backward += self._recomputed(forward, in_fp8)
-        elif self.parallel.recompute == "attention":
+        if has_experts:
+            experts = self._experts(block)
+            forward, backward = forward + experts[0], backward + experts[1]
+        if recompute == "block":
+            backward += self._recomputed(forward, in_fp8, block)
+        elif recompute == "attention":
             backward += attention[0] + scores[0]
-        n_bytes = count_values(self.block) * self._gradient_bytes(in_fp8)
+        per_parameter = self.block_gathers() / self.n_micro_batches * self.program.gathered_bytes
+        n_experts = self._expert_values(block)
+        n_bytes = (count_values(block.layers) - n_experts) * self._gradient_bytes(recompute, in_fp8)
+        # Their matmuls do not add to gradients; the first one is written, not added.
+        first = 0 if self.is_shared else 1 / self.n_micro_batches
+        n_bytes += n_experts * self._gradient_bytes(recompute, in_fp8=True)
+        n_bytes -= (
+            n_experts * first * (self.program.gradient_bytes - self.program.fused_gradient_bytes)
+        )
+        n_bytes += count_values(block.layers) * per_parameter
         backward += StagePass(memory_bytes=n_bytes)
         return replace(forward, n_blocks=1).times(n), replace(backward, n_blocks=1).times(n)
 
-    def _recomputed(self, forward: StagePass, in_fp8: bool) -> StagePass:
+    @staticmethod
+    def _expert_values(block: EqualBlocks) -> int:
+        return sum(math.prod(e.weight) for e in block.experts if e.kind == "experts")
+
+    def _experts(self, block: EqualBlocks) -> BothPasses:
+        """Router, experts and the moves of rows between, which are not compiled."""
+        D, E, wide = self.model.d_model, self.model.n_experts, self.wide
+        products, n_outputs = [], 0
+        for layer in block.experts:
+            *rest, n_inner = layer.weight
+            if layer.kind == "router":
+                products += [Matmul(self.n_tokens, n_inner, E, in_fp32=True)]
+            else:
+                rows = self.n_rows / rest[0]  # of an equal load
+                products += [Matmul(rows, n_inner, math.prod(rest[1:]), count=rest[0])]
+                n_outputs += math.prod(rest[1:]) * (layer.sharding == "column")
+        values = {
+            "tokens": self.n_tokens * D,
+            "rows": self.n_rows * D,
+            "inner": self.n_rows * n_outputs,
+            "scores": self.n_tokens * E,
+            "sent": self.n_rows * D * (self.topology.expert > 1),
+        }
+        figures = _TABLE["experts"]
+        forward, backward = (
+            StagePass(
+                tuple(products),
+                0,
+                wide * sum(figures[name]["bytes"][i] * n for name, n in values.items()),
+                sum(figures[name]["kernels"][i] * (n > 0) for name, n in values.items()),
+                0,
+                (1 - i) * (self.topology.expert > 1),
+            )
+            for i in (0, 1)
+        )
+        return forward, replace(backward, products=_backward(forward.products))
+
+    def _recomputed(self, forward: StagePass, in_fp8: bool, block: EqualBlocks) -> StagePass:
         """The forward pass of a block as its backward pass recomputes it."""
         program = self.program
         if not program.is_compiled:
             return forward
         # Nothing needs the last matmul and sum; weights are cast at each use.
-        recasts = program.recast_kernels[in_fp8] * len(parameters_of(self.block))
+        recasts = program.recast_kernels[in_fp8] * len(parameters_of(block.layers))
+        if block.experts:
+            return replace(forward, kernels=forward.kernels + recasts)
         return replace(
             forward,
             products=forward.products[:-1],
@@ -397,22 +468,24 @@ class _Counter(Rank):
             kernels=forward.kernels - 2 + recasts,
         )
 
-    def _gradient_bytes(self, in_fp8: bool) -> float:
+    def _gradient_bytes(self, recompute: str, in_fp8: bool) -> float:
         """Bytes moved per parameter of a block and micro batch, beside its products."""
-        program = self.program
-        if self.parallel.recompute == "block":
-            return program.gradient_bytes + program.recast_bytes
-        is_alone = self.topology.n_ranks == self.topology.tensor
-        is_fused = is_alone and not in_fp8
-        return program.fused_gradient_bytes if is_fused else program.gradient_bytes
+        program, n = self.program, self.n_micro_batches
+        adding = count_waiting(self.run, self.topology, n, recompute, in_fp8) / n
+        if self.topology.n_ranks == self.topology.tensor and recompute != "block":
+            adding = float(not in_fp8)  # those of a single micro batch do not wait
+        n_bytes = program.gradient_bytes * (1 - adding) + program.fused_gradient_bytes * adding
+        return n_bytes + program.recast_bytes * (recompute == "block")
 
-    def _half(self, part: str, in_fp8: bool) -> BothPasses:
+    def _half(self, part: str, in_fp8: bool, block: EqualBlocks) -> BothPasses:
         """The attention or the MLP of a block, with norm and sum, but without scores."""
         n, program = self.n_tokens, self.program
-        layers = matmuls(self.model, part, self.topology.tensor)
+        layers = matmuls(block.model, part, self.topology.tensor)
         products = tuple(Matmul(n, each.n_inputs, each.n_outputs, in_fp8=in_fp8) for each in layers)
-        inner = n * sum(each.n_outputs for each in layers if each.sharding == "column")
-        inner_bytes = program.heads_bytes if part == "attention" else program.mlp_bytes
+        inner, inner_bytes = n * (layers[0].n_outputs if layers else 0), program.mlp_bytes
+        if part == "attention":
+            heads = attention_values(self.model, self.topology.tensor)
+            inner, inner_bytes = n * sum(heads), program.heads_bytes
         forward, backward = (
             StagePass(
                 products,
@@ -429,8 +502,8 @@ class _Counter(Rank):
         model, n, T = self.model, self.n_tokens, self.model.sequence_length
         if not self.program.score_bytes:
             flops = 2.0 * n * T * (model.n_heads * model.d_head // self.topology.tensor)
-            both = flops, ATTENTION_BACKWARD * flops
-            return StagePass(attention_flops=both[0]), StagePass(attention_flops=both[1])
+            forward = StagePass(attention_flops=flops)
+            return forward, replace(forward, attention_flops=ATTENTION_BACKWARD * flops)
         # All of the square, head by head: scores, then values.
         n_heads = n / T * model.n_heads / self.topology.tensor
         product = Matmul(T, model.d_head, T, count=2 * n_heads)
@@ -450,9 +523,9 @@ class _Counter(Rank):
         kernels = n_chunks * program.chunk_kernels / (1 + BACKWARD)
         forward = StagePass(products, 0, n_bytes, kernels)
         backward = StagePass(_backward(products), 0, BACKWARD * n_bytes, BACKWARD * kernels)
-        rest_bytes = [n * self.n_stream for n in program.rest_bytes]
         rest = [
-            StagePass((), 0, *each) for each in zip(rest_bytes, program.rest_kernels, strict=True)
+            StagePass((), 0, n * self.n_stream, kernels)
+            for n, kernels in zip(program.rest_bytes, program.rest_kernels, strict=True)
         ]
         return forward + rest[0], backward + rest[1] + StagePass(memory_bytes=sums)
 

@@ -55,6 +55,11 @@ class PrecisionPolicy:
         """Whether ranks send gradients of blocks in 8 bits."""
         return self._kept.precision.formats.reduced.is_scaled
 
+    @property
+    def reduces_in_bf16(self) -> bool:
+        """Whether ranks send all gradients in bf16."""
+        return self._kept is self._run and self._run.parallel.reduce_format == "bf16"
+
     def gathered_in_fp8(self, model: GPT) -> list[nn.Module]:
         """Lists the blocks whose weights ranks send in fp8."""
         gathers = self._run.precision.fp8.all_gather and self._run.parallel.shards_state

@@ -8,6 +8,9 @@ each, the band spans its minimum to maximum, so no spike is lost. Six points as 
     y      4  6  5  9  3  3        mean  5    7    3
                                    low   4    5    3
                                    high  6    9    3
+
+Maps show the load of experts by colour: over the mean of a block, of its busiest expert for every
+block, and of every expert for the block that is the least balanced in the newer half.
 """
 
 from __future__ import annotations
@@ -27,6 +30,9 @@ POINTS_IN_ALL = 12_000
 POINTS_IN_A_CURVE = 2000
 ABANDONED_POINTS = 300
 MARKS_LIMIT = 100
+MAP_COLUMNS = 200
+LEAST_MOST = 2.0
+"""Colours span at least half to twice the mean, so that noise looks like noise."""
 N_COLOURS = 6
 
 HELD_OUT, UNIGRAM, ABANDONED = "held out", "token frequencies alone", "repeated later"
@@ -35,6 +41,7 @@ MARKS: tuple[tuple[EventKind, str, tuple[int, ...]], ...] = (
     ("restart", "restart", (2, 3)),
     ("rollback", "rollback", (6, 3)),
     ("save failed", "save failed", (6, 2, 2, 2)),
+    ("dead experts", "dead experts", (1, 3)),
     ("skipped", SKIPPED, ()),
 )
 
@@ -71,6 +78,10 @@ QUANTITIES = (
         divisor=2.0**30,
     ),
     Quantity("loss_scale", "loss_scale", "Loss scale", "fp16", 4, only_if_it_changes=True),
+    Quantity(
+        *("expert_imbalance", "expert_imbalance", "Busiest expert", "times the mean load", 4),
+        only_if_it_changes=True,
+    ),
 )
 
 
@@ -96,6 +107,25 @@ class Marks:
 
 
 @dataclass(frozen=True)
+class LoadMap:
+    """Loads over the mean, as colours; its columns lie between the x of its chart's only series."""
+
+    row: str
+    """What a row is: a block or an expert."""
+    first: int
+    """The number of the first row."""
+    most: float
+    """The greatest load, which has the full colour."""
+    values: Curve
+    """(rows, columns)."""
+
+    def as_json(self) -> dict[str, Any]:
+        """Returns the map for `charts.js`: three digits."""
+        rows = [[float(f"{value:.3g}") for value in row] for row in self.values]
+        return vars(self) | {"values": rows}
+
+
+@dataclass(frozen=True)
 class Chart:
     """One chart with its alternative text."""
 
@@ -106,6 +136,7 @@ class Chart:
     from_zero: bool
     series: list[Series]
     marks: list[Marks]
+    load_map: LoadMap | None = None
 
     def as_json(self) -> dict[str, Any]:
         """Returns the chart for `charts.js`: six digits, null for NaN."""
@@ -116,6 +147,7 @@ class Chart:
                 for one in self.series
             ],
             "marks": [vars(one) | {"x": np.rint(one.x).tolist()} for one in self.marks],
+            "load_map": self.load_map and self.load_map.as_json(),
         }
 
 
@@ -145,7 +177,40 @@ def build_charts(
         values = [run.metrics.train.finite(quantity.key) for run in runs]
         if quantity.only_if_it_changes and not any(map(np.ptp, filter(len, values))):
             drawn.remove(quantity)
-    return [_build_chart(quantity, runs, baselines or {}) for quantity in drawn]
+    charts = [_build_chart(quantity, runs, baselines or {}) for quantity in drawn]
+    for number, run in enumerate(runs):
+        title = "" if len(runs) == 1 else f"{run.name}: "
+        charts += _load_maps(run, f"experts-{number}", title)
+    return charts
+
+
+def _load_maps(run: RunView, name: str, title: str) -> Iterator[Chart]:
+    """Maps the load of experts: of the busiest of each block, and of all in the worst block."""
+    loads = run.metrics.expert_loads
+    same = [step for step in loads if loads[step].shape == loads[max(loads)].shape]
+    if not same:
+        return
+    starts = np.linspace(0, len(same), min(len(same), MAP_COLUMNS), endpoint=False).astype(int)
+    counts = np.add.reduceat([loads[step] for step in same], starts)  # (columns, blocks, E)
+    means = counts.mean(2, keepdims=True)
+    load = counts / np.where(means > 0, means, 1)
+    busiest = load.max(2)
+    newer = busiest[len(busiest) // 2 :].mean(0)
+    first, worst, best = run.run.model.n_dense_blocks, int(newer.argmax()), int(newer.argmin())
+    ends = [same[end - 1] for end in (*starts[1:], len(same))]
+    edges = np.concatenate([[0.0], run.metrics.tokens_at(ends)])
+    most = max(LEAST_MOST, float(busiest.max()))
+    line = Series("load", "muted", "line", edges, np.zeros(len(edges)))
+    text = (
+        f"{run.name}: in the newer half the busiest expert of block {first + worst} has "
+        f"{newer[worst]:.3g} times the mean load, that of block {first + best} {newer[best]:.3g}."
+    )
+    for what, row, number, values in (
+        ("Busiest expert of each block", "block", first, busiest),
+        (f"Experts of block {first + worst}, the least balanced", "expert", 0, load[:, worst]),
+    ):
+        drawn = LoadMap(row, number, most, values.T)
+        yield Chart(f"{name}-{row}s", title + what, text, False, False, [line], [], drawn)
 
 
 def _build_chart(

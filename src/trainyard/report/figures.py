@@ -5,14 +5,14 @@ from __future__ import annotations
 import math
 import shlex
 import statistics
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, Literal
 
 import numpy as np
 
-from trainyard.architecture import block_layers, shapes_of
+from trainyard.architecture import block_groups, block_layers, count_idle, parameters_of
 from trainyard.checkpoint.format import list_checkpoints, read_manifest, step_of
 from trainyard.config.run import Run
 from trainyard.errors import UserError
@@ -55,7 +55,7 @@ def summarize(view: RunView) -> list[Figure]:
     by_formula = train.median("formula_tflops_per_second_per_device")
     of_peak += "" if by_formula is None else f"; {by_formula:.4g} by log.flop_formula"
     tflops = show(train.median("tflops_per_second_per_device"), "{:.3g}")
-    n_steps = view.plan.get("n_steps")
+    n_steps, n_parameters = view.plan.get("n_steps"), view.plan.get("n_parameters")
     n_restarts, n_back = metrics.count("restart"), metrics.count("rollback")
     per_second = train.median("tokens_per_second_per_device")
     bits, unigram = evaluation.get("bits_per_byte"), evaluation.get("unigram_loss")
@@ -73,7 +73,7 @@ def summarize(view: RunView) -> list[Figure]:
         loss("Training loss", metrics.last_loss, "at the last logged step"),
         Figure("Time", format_seconds(metrics.seconds), "without pauses", metrics.seconds),
         Figure("Tokens/s", show(per_second, format_large), "per device", per_second, "higher"),
-        Figure("Parameters", show(view.plan.get("n_parameters"), format_large)),
+        Figure("Parameters", show(n_parameters, format_large), describe_active(view)),
         loss_of("Best held-out loss", metrics.best),
         loss_of("Test loss", metrics.test),
         loss("Perplexity", evaluation.get("perplexity"), "on held-out text", "{:,.2f}"),
@@ -85,6 +85,12 @@ def summarize(view: RunView) -> list[Figure]:
         Figure("Restarts", f"{n_restarts:,}", f"rollbacks: {n_back:,}" if n_back else ""),
         Figure("Skipped steps", show(view.last("skipped_steps"), "{:,.0f}"), "no update"),
     ]
+
+
+def describe_active(view: RunView) -> str:
+    """Says how many parameters a token uses; empty if it uses all."""
+    n, idle = view.plan.get("n_parameters"), count_idle(view.run.model)
+    return f"{format_large(n - idle)} active" if idle and is_finite(n) and n > idle else ""
 
 
 def list_scores(evaluation: Mapping[str, Any], step: int | None = None) -> list[Figure]:
@@ -140,10 +146,10 @@ def find_best(row: list[Figure], *, comparable: bool) -> set[int]:
     return numbers if len(numbers) < len(row) else set()
 
 
-def have_comparable_losses(runs: list[RunView]) -> bool:
+def have_comparable_losses(runs: Sequence[Run]) -> bool:
     """Whether losses per token are of one tokenizer and one held-out text."""
-    tokenizers = {(one.run.tokenizer.path, one.run.model.vocabulary_size) for one in runs}
-    data = [one.run.data for one in runs]
+    tokenizers = {(one.tokenizer.path, one.model.vocabulary_size) for one in runs}
+    data = [one.data for one in runs]
     texts = [one.valid if one.valid.prefixes else (one.blend, one.split) for one in data]
     return len(tokenizers) == 1 and texts.count(texts[0]) == len(texts)
 
@@ -206,12 +212,13 @@ def _state_bytes(run: Run, n_parameters: float, topology: Any) -> float | None:
         return None
     tensor, pipeline, shard, context = sizes
     parts = [
-        (True, len(shape), run.model.n_layers * math.prod(shape))
-        for shape in shapes_of(block_layers(run.model)).values()
+        (True, len(spec.shape), n * math.prod(spec.shape), spec.of_experts)
+        for kind, n in block_groups(run.model, (0, run.model.n_layers))
+        for spec in parameters_of(block_layers(kind)).values()
     ]
-    parts.append((False, 2, int(n_parameters) - sum(n for *_, n in parts)))
+    parts.append((False, 2, int(n_parameters) - sum(n for _, _, n, _ in parts), False))
     n_bytes, parallel = 0.0, run.parallel
-    for in_block, n_dimensions, n in parts:
+    for in_block, n_dimensions, n, of_experts in parts:
         stored = run.stored(in_block, n_dimensions)
         # A converted gradient is complete, and so only of the rank's own values.
         shards_gradients = stored.converts_gradient and parallel.shards_state
@@ -220,7 +227,8 @@ def _state_bytes(run: Run, n_parameters: float, topology: Any) -> float | None:
             (shards_gradients or parallel.shards_gradients, stored.gradient.bytes_of(n)),
             (parallel.shards_weights, stored.weight.bytes_of(n)),
         ):
-            n_bytes += size / (shard * context if is_sharded else 1)
+            unsharded = parallel.expert if of_experts else 1
+            n_bytes += size / (shard * context if is_sharded else unsharded)
     return n_bytes / (tensor * pipeline)
 
 

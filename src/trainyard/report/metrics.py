@@ -43,6 +43,7 @@ COLUMNS = (
     *("tokens_per_second_per_device", "tflops_per_second_per_device", "model_flops_utilization"),
     "formula_tflops_per_second_per_device",
     *("memory_bytes", "skipped_steps", "seconds_left", "milliseconds_per_step"),
+    "expert_imbalance",
 )
 EVALUATED = ("tokens", "loss", "perplexity", "bits_per_byte")
 N_SAVES = 100
@@ -54,7 +55,7 @@ BEGINNING_BYTES = 4096
 
 Line = dict[str, Any]
 Curve = NDArray[np.float64]
-EventKind = Literal["restart", "rollback", "skipped", "save failed", "stop"]
+EventKind = Literal["restart", "rollback", "skipped", "save failed", "dead experts", "stop"]
 
 
 def is_finite(value: object) -> TypeGuard[int | float]:
@@ -127,6 +128,7 @@ class RunMetrics:
         reason: why it ended; empty while it runs, or when it was killed.
         damage: says which lines are unreadable; empty if none are.
         test: the final evaluation; empty before.
+        expert_loads: tokens of each expert, (blocks, E), by the last step of their interval.
     """
 
     train: Table
@@ -140,6 +142,7 @@ class RunMetrics:
     reason: str = ""
     damage: str = ""
     test: Line = field(default_factory=dict)
+    expert_loads: dict[int, Curve] = field(default_factory=dict)
 
     def tokens_at(self, steps: list[int]) -> Curve:
         """Returns the tokens consumed at steps, interpolated between logged ones."""
@@ -193,6 +196,7 @@ class History:
             self._events.append(Event("restart", 0, text))
         self._is_begun = False
         self._saves: list[Line] = []
+        self._loads: dict[int, Curve] = {}
         self._seconds = 0.0
         self._device = self._reason = ""
         self.last_step = 0
@@ -215,6 +219,8 @@ class History:
                 column.append(
                     math.nan if value is None or not -GREATEST < value < GREATEST else value
                 )
+            if "expert_load" in line:
+                self._loads[step] = line["expert_load"]
         elif kind == "evaluate" and line.get("split") == "test":
             self._test = line
         elif kind == "evaluate":
@@ -245,6 +251,8 @@ class History:
         if kind == "save failed":
             text = f"a checkpoint was not saved: {line.get('problem', 'unknown reason')}"
             self._events.append(Event("save failed", step, text))
+        elif kind == "dead experts":
+            self._events.append(Event("dead experts", step, str(line.get("problem", kind))))
         elif kind == "rollback":
             text = f"rolled back to step {step:,}"
             if is_finite(line.get("from_step")):
@@ -262,6 +270,7 @@ class History:
         self._cuts.append((len(self._train["step"]), step))
         self._evaluations = {at: line for at, line in self._evaluations.items() if at <= step}
         self._samples = {key: line for key, line in self._samples.items() if key[0] <= step}
+        self._loads = {at: load for at, load in self._loads.items() if at <= step}
         self._test = self._test if self._test.get("step", 0) <= step else {}
 
     def metrics(self, damage: str = "") -> RunMetrics:
@@ -281,6 +290,7 @@ class History:
             reason=self._reason,
             damage=damage,
             test=self._test,
+            expert_loads=dict(sorted(self._loads.items())),
         )
 
 
@@ -417,4 +427,21 @@ def _checked(line: Any) -> Line:
         value = line.get(key)
         if value is not None and type(value) not in (int, float):
             raise ValueError(f"{key} is {str(value)[:40]!r}, not a number")
+    if "expert_load" in line and line["kind"] == "train":
+        line["expert_load"] = _counts(line["expert_load"])
     return line
+
+
+def _counts(value: Any) -> Curve:
+    """Returns the tokens of each expert, (blocks, E).
+
+    Raises:
+        ValueError: it is not such a table.
+    """
+    try:
+        table = np.array(value, float)
+    except (TypeError, ValueError, OverflowError):
+        table = np.empty(0)
+    if table.ndim != 2 or not table.size or not ((table >= 0) & (table < GREATEST)).all():
+        raise ValueError(f"expert_load is {str(value)[:40]!r}, not a table of tokens")
+    return table

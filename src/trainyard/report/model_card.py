@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 import tomli_w
 
 from trainyard import __version__
-from trainyard.architecture import parameter_count
+from trainyard.architecture import count_idle, describe_parts, parameter_count
 from trainyard.report.figures import list_scores
 from trainyard.report.metrics import Line, read_metrics
 from trainyard.report.run_view import EVALUATION, load_facts, unused_settings
@@ -50,13 +50,17 @@ def render_card(
     prefixes = (run.data.blend if run.data.blend.prefixes else run.data.train).prefixes
     lines = read_metrics(folder).held_out_losses if (folder / "metrics.jsonl").exists() else []
     measured = next((line for line in lines if line["step"] == manifest.step), {})
+    n_parameters = parameter_count(run.model, run.model.vocabulary_size)
+    idle = count_idle(run.model)
     card = files("trainyard.report").joinpath("model_card.md").read_text(encoding="utf-8")
     return card.format(
         licence_line=f"license: {licence}" if licence else "# license: TO FILL IN",
         licence_text=licence or _TO_FILL_IN,
         name=run.name,
         architecture=architecture,
-        n_parameters=parameter_count(run.model, run.model.vocabulary_size),
+        n_parameters=n_parameters,
+        active=f" ({n_parameters - idle:,} active)" if idle else "",
+        parts=", ".join(describe_parts(run.model)) or "those of GPT-3",
         version=__version__,
         model=run.model,
         dtype=dtype,

@@ -107,6 +107,33 @@ def render_page(runs: list[RunView], charts: list[Chart]) -> str:
     alone = len(runs) == 1
     names = [view.name for view in runs]
     title = f"Training report: {', '.join(names) if len(runs) <= 3 else f'{len(runs)} runs'}"
+    headings = "".join(_render_heading(view, alone=alone) for view in runs)
+    main = _asset("runs.html").format(
+        comparison="" if alone else _render_comparison(runs),
+        loss=render_charts(charts[:1], "large"),
+        notes=" ".join(_notes(runs)),
+        tiles=_render_tiles(runs[0]) if alone else "",
+        scores=_render_scores(runs),
+        next_steps=_render_next(runs),
+        samples="".join(_render_samples(view, alone=alone) for view in runs),
+        charts=render_charts(charts[1:], "small"),
+        settings=_render_settings(runs),
+        events=_render_events(runs),
+        planned="".join(_render_planned(view, alone=alone) for view in runs),
+        environment=_render_environment(runs),
+    )
+    return render_document(title, headings, main, charts)
+
+
+def render_document(title: str, headings: str, main: str, charts: Sequence[Chart]) -> str:
+    """Renders a page.
+
+    Args:
+        title: text, of the page and its first heading.
+        headings: HTML below the title.
+        main: HTML, with the places of the charts.
+        charts: what the script draws there.
+    """
     script = f"/*\n{_asset('uplot/LICENSE')}*/\n{_asset('uplot/uPlot.iife.min.js')}\n"
     script += _asset("charts.js")
     digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
@@ -117,19 +144,8 @@ def render_page(runs: list[RunView], charts: list[Chart]) -> str:
         title=escape(title),
         plot_style=_asset("uplot/uPlot.min.css"),
         style=_asset("style.css"),
-        headings="".join(_render_heading(view, alone=alone) for view in runs),
-        comparison="" if alone else _render_comparison(runs),
-        loss=_render_charts(charts[:1], "large"),
-        notes=" ".join(_notes(runs)),
-        tiles=_render_tiles(runs[0]) if alone else "",
-        scores=_render_scores(runs),
-        next_steps=_render_next(runs),
-        samples="".join(_render_samples(view, alone=alone) for view in runs),
-        charts=_render_charts(charts[1:], "small"),
-        settings=_render_settings(runs),
-        events=_render_events(runs),
-        planned="".join(_render_planned(view, alone=alone) for view in runs),
-        environment=_render_environment(runs),
+        headings=headings,
+        main=main,
         data=_embed([chart.as_json() for chart in charts]),
         script=script,
     )
@@ -188,13 +204,13 @@ def _render_tiles(view: RunView) -> str:
     others = {one.label: [f"{one.value} {one.meaning}".strip()] for one in known[N_TILES:]}
     return (
         f'<h2>Summary</h2>\n<dl class="tiles">\n{tiles}\n</dl>\n'
-        f"{_folded(f'{len(others)} more figures', _render_table(others))}"
+        f"{_folded(f'{len(others)} more figures', render_table(others))}"
     )
 
 
 def _render_comparison(runs: list[RunView]) -> str:
     """Renders the settings that differ, then the figures, the best value of each marked."""
-    comparable = have_comparable_losses(runs)
+    comparable = have_comparable_losses([view.run for view in runs])
     table, note = _render_figures(runs, [summarize(view) for view in runs], comparable=comparable)
     if note != NOT_MARKED and not comparable:
         note += " Losses per token are not compared: tokenizer or data differ."
@@ -238,7 +254,7 @@ def _render_figures(
     rows = {label: row for label, row in rows.items() if any(x.value != UNKNOWN for x in row)}
     texts = {label: [one.value for one in row] for label, row in rows.items()}
     if len(runs) == 1:
-        return _render_table(texts), ""
+        return render_table(texts), ""
     same_length = len({view.last("tokens") for view in runs}) == 1
     best = {
         (label, number)
@@ -246,7 +262,7 @@ def _render_figures(
         for number in find_best(row, comparable=comparable)
     }
     note = "Marked: the best value." if same_length else NOT_MARKED
-    return _render_table(texts, [view.name for view in runs], best), note
+    return render_table(texts, [view.name for view in runs], best), note
 
 
 def _render_next(runs: list[RunView]) -> str:
@@ -256,16 +272,27 @@ def _render_next(runs: list[RunView]) -> str:
     return f'<h2>What to do next</h2>\n<div class="card next">{rows}</div>\n'
 
 
-def _render_charts(charts: list[Chart], size: str) -> str:
+def render_charts(charts: list[Chart], size: str) -> str:
     """Renders the places of charts, which the script fills."""
     figures = "\n".join(
         f'<figure class="card"><figcaption>{escape(chart.title)}</figcaption>'
         f'<div class="{size}" id="chart-{chart.name}" role="img" '
         f'aria-label="{escape(chart.title)}. {escape(chart.description)}">'
-        f"{'' if chart.series else 'nothing logged'}</div></figure>"
+        f"{'' if chart.series else 'nothing logged'}</div>{_render_scale(chart)}</figure>"
         for chart in charts
     )
     return f'<div class="plots {size}">\n{figures}\n</div>'
+
+
+def _render_scale(chart: Chart) -> str:
+    """Renders what the colours of a load map mean."""
+    if chart.load_map is None:
+        return ""
+    most = chart.load_map.most
+    return (
+        f'<div class="scale"><i class="none"></i>no token<span>1/{most:.2g}</span>'
+        f'<i class="ramp">1</i><span>{most:.2g} times the mean load</span></div>'
+    )
 
 
 def _notes(runs: list[RunView]) -> Iterable[str]:
@@ -290,12 +317,12 @@ def _render_environment(runs: list[RunView]) -> str:
     versions = [load_facts(view.folder / "versions.json") for view in runs]
     columns = [{key: _as_text(value) for key, value in facts.items()} for facts in versions]
     headings = [view.name for view in runs] if len(runs) > 1 else []
-    return _render_table(_as_rows(columns, UNKNOWN), headings)
+    return render_table(_as_rows(columns, UNKNOWN), headings)
 
 
 def _render_planned(view: RunView, *, alone: bool) -> str:
     title = "" if alone else f"<h3>{escape(view.name)}</h3>\n"
-    return title + _render_table(compare_with_plan(view), ["planned", "measured"])
+    return title + render_table(compare_with_plan(view), ["planned", "measured"])
 
 
 def _render_samples(view: RunView, *, alone: bool) -> str:
@@ -332,7 +359,7 @@ def _render_events(runs: list[RunView]) -> str:
     """Lists the events of all runs; if there are very many, only the first and the last."""
     events = [(view.name, event) for view in runs for event in view.metrics.events]
     if not events:
-        return '<p class="muted">No restart, rollback, skipped step, failed save or stop.</p>\n'
+        return '<p class="muted">No restart, skipped step, failed save, dead expert or stop.</p>\n'
     note = ""
     if len(events) > EVENTS_SHOWN:
         n_left_out, half = len(events) - EVENTS_SHOWN, EVENTS_SHOWN // 2
@@ -421,10 +448,10 @@ def _differing(columns: Sequence[Fields]) -> list[str]:
 
 def _render_fields(keys: list[str], columns: list[Fields], headings: Iterable[str] = ()) -> str:
     rows = {key: [fields.get(key, UNKNOWN) for fields in columns] for key in keys}
-    return _render_table(rows, headings, css="fields")
+    return render_table(rows, headings, css="fields")
 
 
-def _render_table(
+def render_table(
     rows: Mapping[str, Sequence[str]],
     headings: Iterable[str] = (),
     marked: Collection[tuple[str, int]] = (),

@@ -10,12 +10,13 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from importlib.resources import as_file, files
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import matplotlib as mpl
 import numpy as np
 from matplotlib import rc_params_from_file
 from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.colors import LinearSegmentedColormap, LogNorm
 from matplotlib.figure import Figure as Canvas
 from matplotlib.patches import Patch
 from matplotlib.ticker import MaxNLocator, NullFormatter
@@ -29,6 +30,9 @@ from trainyard.planning.time import StepTime
 from trainyard.planning.timeline import Kind, lay_out
 from trainyard.report.charts import Chart, Style
 from trainyard.units import format_figure, format_large
+
+if TYPE_CHECKING:
+    from trainyard.simulate.parametrization import ScalingTable
 
 PNG_INCHES, PNG_DOTS_PER_INCH = (4.0, 3.0), 300
 NAME_CHARACTERS = 48
@@ -93,7 +97,7 @@ def save_png(chart: Chart, folder: Path) -> Path:
         axes = figure.add_subplot()
         axes.set_title(chart.title, loc="left", fontsize=10)
         axes.set_xlabel("tokens consumed")
-        _draw_chart(axes, chart)
+        (_draw_map if chart.load_map else _draw_chart)(axes, chart)
         axes.set_yscale("log" if chart.is_logarithmic else "linear")
         for axis, is_plain in ((axes.xaxis, True), (axes.yaxis, not chart.is_logarithmic)):
             axis.set_major_formatter(_format_tick)
@@ -127,6 +131,23 @@ def _draw_chart(axes: Any, chart: Chart) -> None:
         style: Any = {"colors": HEX_OF_COLOUR[mark.colour], "linestyles": [dashes]}
         across = axes.get_xaxis_transform()
         axes.vlines(mark.x, 0, top, transform=across, linewidth=1, label=mark.label, **style)
+
+
+def _draw_map(axes: Any, chart: Chart) -> None:
+    drawn = chart.load_map
+    assert drawn is not None
+    ramp: Any = LinearSegmentedColormap.from_list("load", [RUN_COLOURS[0], "white", RUN_COLOURS[1]])
+    ramp, norm = ramp.with_extremes(bad=TEXT), LogNorm(1 / drawn.most, drawn.most)
+    edges = np.arange(len(drawn.values) + 1) + drawn.first - 0.5
+    loads = np.ma.masked_equal(drawn.values, 0)
+    image = axes.pcolormesh(chart.series[0].x, edges, loads, cmap=ramp, norm=norm)
+    axes.set_ylim(edges[-1], edges[0])
+    axes.set_ylabel(drawn.row)
+    axes.grid(visible=False)
+    bar = axes.figure.colorbar(image, label="times the mean load; black: no token")
+    bar.minorticks_off()
+    bar.set_ticks([1 / drawn.most, 1, drawn.most])
+    bar.set_ticklabels([f"1/{drawn.most:.2g}", "1", f"{drawn.most:.2g}"])
 
 
 def _is_short(chart: Chart) -> bool:
@@ -260,3 +281,23 @@ def _label_ranks(axes: Any, n_ranks: int) -> None:
     ]
     place: Any = {"loc": "upper left", "bbox_to_anchor": (1.0, 1.0)}
     axes.legend(boxes, labels, fontsize=7.5, borderaxespad=0.3, **place)
+
+
+def draw_sweeps(sweeps: Sequence[ScalingTable], path: Path) -> None:
+    """Draws loss over learning rate, a curve for each shape, as .png or .svg.
+
+    Raises:
+        MachineError: the file cannot be written.
+    """
+    with drawing_style():
+        figure = Canvas(figsize=(PNG_INCHES[0] * len(sweeps), PNG_INCHES[1]), layout="constrained")
+        panels = figure.subplots(1, len(sweeps), sharey=True, squeeze=False)[0]
+        for axes, sweep in zip(panels, sweeps, strict=True):
+            axes.set(xscale="log", xlabel="learning rate", ylabel="loss", title=sweep.name)
+            for n, size in enumerate(sweep.sizes):
+                look = {"color": RUN_COLOURS[n % len(RUN_COLOURS)]}
+                rates = [*map(float, sweep.columns)]
+                axes.plot(rates, sweep.rows[n], label=str(size), **look, **LOOKS["points"])
+                axes.axvline(sweep.best[n], **look, **LOOKS["thin"])
+            axes.legend()
+    save_picture(figure, path)

@@ -263,10 +263,16 @@ def unused_settings(run: Run) -> dict[str, set[str]]:
     no_pipeline = {"schedule", "chunks"} if parallel.pipeline == 1 else set()
     return {
         "optimizer": {"momentum"} if run.optimizer.kind != "muon" else set(),
-        "schedule": {"cooldown"} if run.schedule.kind != "warmup_stable_decay" else set(),
+        "schedule": _unused_of_schedule(run.schedule.kind),
         "parallel": no_pipeline | ({"context_method"} if parallel.context == 1 else set()),
         "precision": {key for key, kind in formats.items() if kind not in run.precision.kind},
     }
+
+
+def _unused_of_schedule(kind: str) -> set[str]:
+    if kind == "points":
+        return {"warmup", "decay", "cooldown", "minimum_learning_rate"}
+    return {"points"} | ({"cooldown"} if kind != "warmup_stable_decay" else set())
 
 
 def find_state(

@@ -13,11 +13,12 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table as Grid
 from rich.text import Text
 
+from trainyard.architecture import describe_parts
 from trainyard.errors import printable
 from trainyard.jobs.status import EXCLUDED_FROM, Start
 from trainyard.planning import saving
 from trainyard.report.charts import thin_out
-from trainyard.report.figures import list_scores
+from trainyard.report.figures import describe_active, list_scores
 from trainyard.report.metrics import Curve, Line, is_finite
 from trainyard.report.run_view import RunView, show
 from trainyard.training.run_folder import describe_ancestry
@@ -119,6 +120,7 @@ def _facts(view: RunView, *, in_detail: bool = False) -> dict[str, str]:
     tasks += [f"{len(scores) - N_SCORES} more"] if len(scores) > N_SCORES else []
     facts = {
         "job": _describe_job(view),
+        "model": _describe_model(view),
         "ancestry": describe_ancestry(view.ancestors),
         "step": NOT_KNOWN_YET if step is None else f"{step:,}",
         "loss": _describe_losses(view),
@@ -142,6 +144,14 @@ def _facts(view: RunView, *, in_detail: bool = False) -> dict[str, str]:
     return {label: text for label, text in facts.items() if text}
 
 
+def _describe_model(view: RunView) -> str:
+    """Describes a model with experts; empty for others, which their name says enough of."""
+    if not (active := describe_active(view)):
+        return ""
+    size = format_large(view.plan["n_parameters"])
+    return f"{size} parameters, {active}; {', '.join(describe_parts(view.run.model))}"
+
+
 def _details(view: RunView) -> dict[str, str]:
     """Returns what else is known of the last logged step: texts to append, by label."""
     metrics, last = view.metrics, view.last
@@ -157,6 +167,7 @@ def _details(view: RunView) -> dict[str, str]:
         f"{metrics.count('rollback')} rollbacks, {metrics.count('save failed')} failed saves",
         "gradient": f"norm {show(last('gradient_norm'), '{:.3f}')}, "
         f"learning rate {show(last('learning_rate'), '{:.3e}')}",
+        "experts": f"imbalance {found:.2f}" if (found := last("expert_imbalance")) else "",
         "memory": show(last("memory_bytes"), format_bytes),
         "consumed": f"{tokens} tokens in {format_seconds(metrics.seconds)}",
     }
@@ -184,17 +195,19 @@ def _suggest_interval(view: RunView) -> str:
     # A save waits for the previous one, so the interval cannot be shorter than a write.
     best = max(saving.suggest_interval(stall, between_failures), write)
     n_steps = max(1, round(best / step))
-    set_to = view.run.checkpoint.interval or view.n_steps or n_steps
+    interval = view.run.checkpoint.interval
+    as_set = view.run.checkpoint.interval_seconds(step, view.n_steps or n_steps)
+    set_to = f"{as_set / step:,.0f}" if isinstance(interval, int) else str(interval)
     useful, useful_as_set = (
-        saving.useful_share(n * step, stall, between_failures) for n in (n_steps, set_to)
+        saving.useful_share(each, stall, between_failures) for each in (n_steps * step, as_set)
     )
     if useful - useful_as_set < LEAST_GAIN:
         return ""
     return (
-        f"{n_steps:,} steps ({format_seconds(best)}) lose least, set is {set_to:,}: "
+        f"{n_steps:,} steps ({format_seconds(best)}) lose least, set is {set_to}: "
         f"{useful:.1%} and {useful_as_set:.1%} of the time are useful, if training stalls "
         f"for {stall:.2g} s per save as measured and {format_number(n_nodes, 'node')} of "
-        f"{RANKS_PER_NODE} ranks fail {saving.FAILURES_PER_NODE_DAY:g} times per day each"
+        f"{RANKS_PER_NODE} ranks fail {saving.FAILURES_PER_NODE_DAY:.2g} times per day each"
     )
 
 
@@ -271,6 +284,7 @@ def describe_line(line: Line, n_steps: int | None) -> str:
         f"{show(line.get('loss'), '{:.4f}')}",
         "sample": f"sample of {line.get('prompt')!r}: {line.get('text')}",
         "save": f"saved {n_bytes} in {show(seconds, format_seconds)}",
+        "dead experts": f"{line.get('problem')}",
         "save failed": f"a checkpoint was not saved: {line.get('problem')}",
         "rollback": f"rolled back here from step {line.get('from_step')}; "
         f"{line.get('skipped_sequences')} sequences are skipped",

@@ -32,7 +32,7 @@ COLLECTIVES = {
     "allreduce_": "all-reduce",
     "all_reduce": "all-reduce",
     "_allgather_base_": "all-gather",
-    "all_gather_into_tensor": "all-gather",
+    "all_gather_into_tensor_out": "all-gather",
     "all_gather_single": "all-gather",
     "_reduce_scatter_base_": "reduce-scatter",
     "reduce_scatter_tensor": "reduce-scatter",
@@ -95,7 +95,7 @@ class Accounting(Observer):
         self.flops: Counter[str] = Counter()
         self.calls: Counter[tuple[str, str]] = Counter()
         self.message_bytes: Counter[tuple[str, str]] = Counter()
-        self._live: dict[int, tuple[int, str]] = {}
+        self._live: dict[int, tuple[int, str]] = {0: (0, "copy of a message")}
         self._references: dict[int, weakref.ref[torch.UntypedStorage]] = {}
         self._initial: dict[int, tuple[int, str]] = {}
         self._changes: list[tuple[int, int, str]] = []
@@ -122,15 +122,11 @@ class Accounting(Observer):
     def live_at_peak(self) -> Counter[str]:
         """Sums live memory at the peak by name; unnamed memory is under its operation."""
         live = dict(self._initial)
-        for key, size, label in self._changes[: self._peak_change]:
-            if size:
-                live[key] = (size, label)
-            else:
-                live.pop(key, None)
+        live |= {key: (size, label) for key, size, label in self._changes[: self._peak_change]}
         by_name: Counter[str] = Counter()
         for size, label in live.values():
             by_name[label] += size
-        return by_name
+        return +by_name
 
     def __enter__(self) -> Accounting:
         self._undo = _watch(self)
@@ -166,8 +162,14 @@ class Accounting(Observer):
         kind = _group_of(leaves), COLLECTIVES.get(name, name)
         if kind[1] == "all-reduce" and not self.counts_all_reduces:
             return
+        tensors = [x for x in leaves if isinstance(x, Tensor)]
+        n_bytes = max(x.nbytes for x in tensors)
         self.calls[kind] += 1
-        self.message_bytes[kind] += max(x.nbytes for x in leaves if isinstance(x, Tensor))
+        self.message_bytes[kind] += n_bytes
+        # Of these gloo has a copy until they have arrived (torch 2.11 to 2.14).
+        if tensors[0].is_cpu and kind[1] in ("all-gather", "reduce-scatter"):
+            self._resize(0, n_bytes)
+            self._resize(0, 0)
 
     def _enter_tensor(self, tensor: Tensor, label: str) -> None:
         if tensor.device.type == "meta":
@@ -209,6 +211,8 @@ def count_flops(function: Any, args: Any, kwargs: Any, out: Any) -> int:
     if name in _MATMULS:
         a, b = args[_MATMULS[name] : _MATMULS[name] + 2]
         return int(flop_counter.mm_flop(a.shape, b.shape))
+    if name == "_grouped_mm":  # by rows of experts, or their sums
+        return int(2 * args[0].numel() * args[1].shape[-1])
     if name in ATTENTION:
         first = 1 if name.endswith("backward") else 0
         # Keys and values have as many heads as queries: torch 2.11 counts no shared ones.

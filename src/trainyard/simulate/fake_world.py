@@ -15,13 +15,13 @@ attention falls back to its slowest form. So they are on "cpu", and GPU behavior
 Fp8 matmuls need no patch: `torch._scaled_mm` has shapes on a CPU too. Only its GPU workspace is
 missing. Fake tensors and fake ranks need these patches:
 
+    wait_for                        counts of rows for experts: equal on all ranks and experts
     nn.Module.to                    would replace the memory of parameters, or swap tensors that
                                     have weak references: fake ones refuse both
     parallel.model.initialize       its threads are not in fake mode, and would draw the weights
     parallel.model.allocate         fake parameters need no memory, and their device cannot change
     DeviceMesh                      six methods compute with real numbers
     dist.new_group                  makes groups of the fake backend
-    parallel.mesh.lengthen_timeout  a fake group has none
     _warmup_p2p                     no neighbour answers; in torch 2.11 it is a stage's
                                     `_get_init_p2p_neighbors_ops`
 
@@ -50,8 +50,9 @@ from torch.distributed.tensor import _redistribute, debug
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 from trainyard.model import attention as model_attention
+from trainyard.model import experts as model_experts
 from trainyard.model.attention import FLASH
-from trainyard.parallel import mesh as parallel_mesh
+from trainyard.parallel import experts as parallel_experts
 from trainyard.parallel import model as parallel_model
 from trainyard.precision import block_scaled
 from trainyard.simulate.accounting import replaced
@@ -87,6 +88,8 @@ def fake_tensors(*, on_gpu: bool) -> Iterator[None]:
         stack.enter_context(replaced(parallel_model, "initialize", lambda *_: None))
         stack.enter_context(replaced(parallel_model, "WITHOUT_MEMORY", "cpu"))
         stack.enter_context(replaced(parallel_model, "allocate", lambda *_: None))
+        for module in (model_experts, parallel_experts):
+            stack.enter_context(replaced(module, "wait_for", _balanced))
         stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
         stack.enter_context(_Values())  # type: ignore[no-untyped-call]
         if on_gpu:
@@ -106,10 +109,7 @@ def _fake_group(rank: int, n_ranks: int) -> Iterator[None]:
 
     dist.init_process_group("fake", rank=rank, world_size=n_ranks, store=FakeStore())
     try:
-        with (
-            replaced(dist, "new_group", fake_new_group),
-            replaced(parallel_mesh, "lengthen_timeout", lambda *_: None),
-        ):
+        with replaced(dist, "new_group", fake_new_group):
             yield
     finally:
         dist.destroy_process_group()
@@ -175,6 +175,13 @@ def _to(module: nn.Module, target: torch.device | torch.dtype) -> nn.Module:
             for name, parameter in each.named_parameters(recurse=False):
                 each.register_parameter(name, nn.Parameter(parameter.detach().to(target)))
     return module
+
+
+def _balanced(counts: Tensor, n_rows: int) -> list[Any]:
+    """Shares rows out equally, along the last dimension of counts."""
+    each, rest = divmod(n_rows, counts.shape[-1])
+    sizes = [each + (number < rest) for number in range(counts.shape[-1])]
+    return sizes if counts.ndim == 1 else [sizes] * len(counts)
 
 
 class _Values(TorchDispatchMode):  # type: ignore[no-untyped-call]

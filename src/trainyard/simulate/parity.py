@@ -37,7 +37,7 @@ from trainyard.model.loss import IGNORE_INDEX
 from trainyard.optim.optimizer import build_optimizer
 from trainyard.parallel.mesh import build_mesh
 from trainyard.parallel.model import ParallelModel
-from trainyard.parallel.placement import local_part, place
+from trainyard.parallel.placement import local_part
 from trainyard.precision.block_scaled import BlockScaledTensor
 from trainyard.simulate.shrink import N_STEPS
 from trainyard.training.state import State, TrainContext
@@ -196,8 +196,9 @@ def _weights_in(dtype: torch.dtype) -> Iterator[None]:
 def _copy(parallel_model: ParallelModel, what: str) -> list[Piece]:
     """Copies this rank's shard of every parameter or gradient."""
     found = []
-    for local in parallel_model.local_parameters:
-        placement = place(local.parameter, local.dimension, parallel_model.tensor_shard)
+    weights = parallel_model.saved_tensors
+    for local in weights if what == "parameter" else parallel_model.local_parameters:
+        placement = local.placement
         part = getattr(local, what)
         value = part.decode() if isinstance(part, BlockScaledTensor) else local_part(part)
         copy = value.double().numpy().copy()

@@ -3,8 +3,8 @@
 The layout keeps its axes, schedule, chunks, ZeRO, sequence and context parallelism, recomputation,
 accumulation, tied weights, dropout and optimizer. Every degree becomes 2; blocks become few and
 narrow. 1,024 ranks as pipeline 16 x shard 8 x tensor 8 become 8 processes, pipeline 2 x shard 2 x
-tensor 2. Four or five axes would take 16 or 32 processes; instead several layouts of 8 processes
-together cover every pair of axes:
+tensor 2. Of the ranks that shard, 2 share experts if those of the run do. Four or five axes would
+take 16 or 32 processes; instead several layouts of 8 processes together cover every pair of axes:
 
     pipeline, replicate, shard, tensor  pipeline x replicate x shard
                                         pipeline x replicate x tensor
@@ -124,7 +124,8 @@ def _has_ring(run: Run) -> bool:
 def _cut(run: Run, axes: tuple[str, ...], degree: int) -> Parallel:
     """Keeps some axes, and removes settings of the others."""
     parallel = run.parallel
-    chosen: dict[str, Any] = {"zero_stage": parallel.zero_stage, "recompute": parallel.recompute}
+    kept = ("zero_stage", "recompute", "recompute_share")
+    chosen: dict[str, Any] = {name: getattr(parallel, name) for name in kept}
     if "pipeline" in axes:
         chunks = min(parallel.chunks, DEGREE)
         chosen |= {"pipeline": degree, "chunks": chunks, "schedule": parallel.schedule}
@@ -132,6 +133,8 @@ def _cut(run: Run, axes: tuple[str, ...], degree: int) -> Parallel:
         chosen |= {"data_replicate": degree}
     if "context" in axes:
         chosen |= {"context": degree, "context_method": parallel.context_method}
+    if parallel.expert > 1 and degree == DEGREE and {"shard", "context"}.intersection(axes):
+        chosen |= {"expert": degree}
     if "tensor" in axes:
         chosen |= {"tensor": degree, "sequence": parallel.sequence}
     return Parallel(**chosen)
@@ -142,15 +145,36 @@ def _shrink_model(run: Run, plan: Plan) -> Model:
     width = SCALED_COLUMNS * (DEGREE if run.precision.formats.scales_columns else 1)
     length = 24 if _has_ring(run) else 16  # in each ring, two equal parts a rank
     small = {"d_model": width, "d_ff": 64, "sequence_length": length, "init_std": 0.2}
-    # Enough heads to shard keys and values over two axes.
+    # Enough heads to shard keys and values over two axes, or one that tensor ranks share.
     model, n_heads = run.model, 4 if run.model.n_key_value_heads == run.model.n_heads else 8
     is_plain = model.n_heads * model.d_head == model.d_model
     d_head = width // n_heads if is_plain else 2 * width // n_heads
-    small |= {"n_heads": n_heads, "n_key_value_heads": 4, "d_head": d_head}
+    n_shared = 1 if run.parallel.tensor > model.n_key_value_heads else 4
+    small |= {"n_heads": n_heads, "n_key_value_heads": n_shared, "d_head": d_head}
     vocabulary = {"vocabulary_size": 90, "vocabulary_multiple": 8}
     if model.attention_within_documents:  # of few kinds of tokens, many end a document
         vocabulary |= {"vocabulary_size": 10, "end_of_document_id": 3}
-    return model.model_copy(update={"n_layers": _few_layers(run, plan)} | small | vocabulary)
+    small |= {"n_layers": _few_layers(run, plan), **_few_experts(model)}
+    if model.parametrization != "standard":  # all multipliers differ from 1
+        small |= {"base_d_model": width // 2, "base_n_layers": 1}
+    return model.model_copy(update=small | vocabulary)
+
+
+def _few_experts(model: Model) -> dict[str, Any]:
+    """Returns 8 experts, in groups if the model's are, and one dense block if it has any."""
+    if not model.n_experts:
+        return {}
+    groups = 4 if model.n_expert_groups > 1 else 1
+    is_limited = model.n_active_groups < model.n_expert_groups
+    return {
+        "n_experts": 8,
+        "n_active_experts": min(model.n_active_experts, 2),
+        "d_expert": 32,
+        "n_shared_experts": min(model.n_shared_experts, 2),
+        "n_dense_blocks": min(model.n_dense_blocks, 1),
+        "n_expert_groups": groups,
+        "n_active_groups": 2 if is_limited else groups,
+    }
 
 
 def _few_layers(run: Run, plan: Plan) -> int:
@@ -200,7 +224,7 @@ def _shrink_optimizer(run: Run) -> Optimizer:
 
 def _shrink_schedule(run: Run) -> Schedule:
     return Schedule(
-        kind=run.schedule.kind,
+        kind="linear" if run.schedule.kind == "points" else run.schedule.kind,
         minimum_learning_rate=1e-3,
         warmup=Length(2, "steps"),
         decay=Length(10, "steps"),

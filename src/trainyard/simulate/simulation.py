@@ -188,8 +188,7 @@ def _differences(run: Run) -> Iterator[str]:
 
 def micro_batches_per_step(run: Run, plan: Plan) -> int:
     """Counts the micro batches of a rank in a step of train.global_batch_size."""
-    sequences = run.train.global_batch_size // plan.topology.data
-    return sequences // run.train.micro_batch_size
+    return run.train.global_batch_size // plan.topology.data // run.train.micro_batch_size
 
 
 def count_steps(
@@ -246,16 +245,19 @@ def _axis_and_kind(group: str, kind: str, mesh: Mesh, run: Run) -> MessageKind |
         "tensor": [mesh.tensor],
         "context": [mesh.context],
         "pipeline": [mesh.pipeline, mesh.first_and_last_stage],
-        "stage": [mesh.stage],
+        "stage": [vars(mesh).get("stage")],  # None before an optimizer asks for it
         "shard": [mesh.data.get_group(mesh.data.ndim - 1)] if mesh.data is not None else [],
         "replicate": [mesh.data.get_group(0)] if mesh.topology.replicate > 1 and mesh.data else [],
+        "expert": [mesh.expert],
+        "same experts": [mesh.same_experts.get_group("shard")] if mesh.same_experts else [],
     }
-    names = {g.group_name: axis for axis, groups in axes.items() for g in groups if g is not None}
+    several = [(g, axis) for axis, groups in axes.items() for g in groups if g and g.size() > 1]
+    names = {group.group_name: axis for group, axis in several}
     axis = names.get(group)
     if axis is None:
         return None
     # Shards circulate in a ring by all-to-all calls that send to one neighbour only.
-    is_ring = axis == "context" and run.parallel.context_method == "ring"
+    is_ring = axis == "context" and run.parallel.context_method == "ring" and kind == "all-to-all"
     return axis, "send" if is_ring else cast(Collective, kind)
 
 
@@ -285,8 +287,7 @@ class FakeSteps:
 
     def batch(self, _step: int, _offset: int) -> tuple[Tensor, Tensor]:
         """Returns constant tokens and labels, in place of a loader."""
-        shape = self._n_sequences, self._run.model.sequence_length
-        tokens = torch.zeros(shape, dtype=torch.int64)
+        tokens = torch.zeros(self._n_sequences, self._run.model.sequence_length, dtype=torch.int64)
         return tokens, torch.zeros_like(tokens)
 
 

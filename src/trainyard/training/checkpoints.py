@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import logging
+import math
+import time
 from collections.abc import Callable
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 
 from pydantic import JsonValue
@@ -30,11 +33,11 @@ from trainyard.errors import EXIT_HOLD, CheckpointError, MachineError
 from trainyard.layout.batches import BatchSchedule
 from trainyard.layout.resolve import learning_rate, resolve
 from trainyard.layout.sizes import checkpoint_bytes, rank_bytes
-from trainyard.parallel.placement import Placement, is_writer, local_part, place
+from trainyard.parallel.placement import Placement, local_part
 from trainyard.training.metrics import Metrics
 from trainyard.training.run_folder import ANCESTRY, RunFiles, ancestry, checkpoint_folder
 from trainyard.training.state import State, TrainContext
-from trainyard.training.stop import StopReason
+from trainyard.training.stop import SAVE, StopReason
 from trainyard.units import format_bytes
 
 logger = logging.getLogger("trainyard")
@@ -49,7 +52,8 @@ def build_saver(context: TrainContext) -> AsyncCheckpointer:
     mesh, settings = context.model.mesh, context.run.checkpoint
     ranks = ALONE
     if mesh.topology.n_ranks > 1:
-        ranks = SavingRank(mesh.rank, mesh.topology.n_ranks, mesh.saving_barrier)
+        agree = partial(mesh.agree, group=mesh.saving)
+        ranks = SavingRank(mesh.rank, mesh.topology.n_ranks, agree)
     keep = Retention(settings.keep_last, settings.keep_every, settings.keep_best)
     folder = checkpoint_folder(context.folder)
     vocabulary = context.tokenizer.vocabulary if context.tokenizer else None
@@ -271,15 +275,13 @@ def _named_parts(
         context: of the run.
         to_write: skip what another rank writes.
     """
-    share = context.model.tensor_shard
     tensors: dict[str, Tensor] = {}
     placements: dict[str, Placement] = {}
-    for local in context.model.local_parameters:
-        parameter, dimension = local.parameter, local.dimension
-        if to_write and (local.is_copy or not is_writer(parameter, dimension, share)):
+    for local in context.model.saved_tensors:
+        if to_write and not context.model.is_writer(local):
             continue
-        placement = place(parameter, dimension, share)
-        tensors[f"{WEIGHTS}{local.name}"] = local_part(parameter)
+        placement = local.placement
+        tensors[f"{WEIGHTS}{local.name}"] = local_part(local.parameter)
         placements[f"{WEIGHTS}{local.name}"] = placement
         for what, value in context.optimizer.state_of(local).items():
             name = f"{OPTIMIZER}{local.name}.{what}"
@@ -295,22 +297,43 @@ def _of_scales(of_matrix: Placement) -> Placement:
 
 
 class Saves:
-    """Reports finished saves, and stops training after repeated failures.
+    """Saves, reports finished saves, and stops training after repeated failures.
 
     Args:
+        context: of the run.
         saver: writes checkpoints.
         metrics: receives an event for each save.
         show: called with (step, text).
+        clock: in seconds; that of the first rank decides for all when it is time to save.
     """
 
     def __init__(
-        self, saver: AsyncCheckpointer, metrics: Metrics, show: Callable[[int, str], None]
+        self,
+        context: TrainContext,
+        saver: AsyncCheckpointer,
+        metrics: Metrics,
+        show: Callable[[int, str], None],
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._saver = saver
+        interval = context.run.checkpoint.interval
+        self._seconds = math.inf
+        if context.is_first_rank and not isinstance(interval, int):
+            self._seconds = interval.seconds
+        self._clock, self._started = clock, clock()
+        self._context, self._saver = context, saver
         self._metrics = metrics
         self._show = show
         self._shown: SaveTimes | None = None
         self._n_failures = 0
+
+    def save(self, state: State, held_out_loss: float | None) -> None:
+        """Saves as `save_state`; the next save by time is an interval after this one."""
+        self._started = self._clock()
+        save_state(self._context, state, self._saver, held_out_loss)
+
+    def timed_request(self) -> str | None:
+        """Returns SAVE once the interval since the last save has passed, on the first rank."""
+        return SAVE if self._clock() - self._started >= self._seconds else None
 
     def report_finished(self, step: int) -> str | None:
         """Reports saves that finished or failed; after many failures, returns a request to stop."""

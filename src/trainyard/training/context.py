@@ -1,7 +1,7 @@
 """Builds what a training step needs: model, optimizer, and data that all ranks know to be the same.
 
-Each block of a token file is read by one rank, and each order of sequences is checked by one, for
-all ranks that see the same files.
+Each block and index of a token file is read by one rank, and each order of sequences is checked by
+one, for all ranks that see the same files.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ import torch
 from trainyard.checkpoint.format import list_checkpoints
 from trainyard.config.run import Run
 from trainyard.data.index_cache import IndexCache
+from trainyard.data.indexed import FileState, IndexedDataset, index_state
 from trainyard.data.loader import (
     Loader,
     build_training_orders,
@@ -58,7 +59,7 @@ def build_context(opened: OpenRun, mesh: Mesh, heartbeat: Heartbeat) -> TrainCon
             "set its first share above 0",
         )
     if mesh.device.type == "cpu":
-        keep_freed_memory()
+        keep_freed_memory(mesh.topology.n_ranks)
     is_filled = bool(list_checkpoints(checkpoint_folder(folder)) or run.train.start_from)
     parallel_model = ParallelModel(run, plan, mesh, is_filled=is_filled)
     return TrainContext(
@@ -83,6 +84,28 @@ def build_context(opened: OpenRun, mesh: Mesh, heartbeat: Heartbeat) -> TrainCon
     )
 
 
+def check_token_files(run: Run, mesh: Mesh) -> set[FileState]:
+    """Reads the index of each token file whole: one rank does, for all that see the same files.
+
+    Args:
+        run: names the files.
+        mesh: all ranks call this.
+
+    Returns:
+        the states of the indexes, for `IndexedDataset`.
+
+    Raises:
+        DataError: an index is damaged; the ranks that wait then lose the one that has read it.
+    """
+    states = [index_state(prefix) for prefix in data_prefixes(run)]
+    views = mesh.gather([_number(states)])
+    if views.index(views[mesh.rank]) == mesh.rank:
+        for prefix in data_prefixes(run):
+            IndexedDataset(prefix)
+    mesh.barrier()
+    return set(states)
+
+
 def hash_new_token_files(run: Run, mesh: Mesh, heartbeat: Heartbeat, *, keeps: bool) -> None:
     """Reads token files missing from records and caches: each block once, by one rank.
 
@@ -100,7 +123,7 @@ def hash_new_token_files(run: Run, mesh: Mesh, heartbeat: Heartbeat, *, keeps: b
     """
     unread = find_unread(run)
     blocks = [block for files in unread for block in files.blocks]
-    view = _number(json.dumps([files.states for files in unread])) if unread else 0
+    view = _number([files.states for files in unread]) if unread else 0
     views = mesh.gather([view, len(blocks)])
     if not any(n_blocks for _, n_blocks in views):
         return
@@ -148,19 +171,19 @@ def build_shared_orders(run: Run, plan: Plan, mesh: Mesh) -> dict[Split, Sequenc
         ConfigError, DataError: as `build_training_orders`.
         LaunchError: ranks have different orders.
     """
-    folder = Path(run.data.cache_folder)
-    cache = IndexCache(folder, checks=mesh.rank == 0)
+    folder, trusted = Path(run.data.cache_folder), check_token_files(run, mesh)
+    cache = IndexCache(folder, checks=mesh.rank == 0, trusted=trusted)
     if mesh.rank > 0:
         mesh.barrier()
     orders = build_training_orders(run, plan, cache)
     if mesh.rank == 0:
         mesh.barrier()
-    views = mesh.gather([_number(json.dumps(cache.loaded, sort_keys=True))])
+    views = mesh.gather([_number(cache.loaded)])
     if views[mesh.rank] != views[0]:
-        cache = IndexCache(folder)
+        cache = IndexCache(folder, trusted=trusted)
         orders = build_training_orders(run, plan, cache)
     checksums = {name: checksum for name, (_, checksum) in cache.loaded.items()}
-    contents = mesh.gather([_number(json.dumps(checksums, sort_keys=True))])
+    contents = mesh.gather([_number(checksums)])
     if others := [rank for rank, each in enumerate(contents) if each != contents[0]]:
         raise LaunchError(
             f"{name_ranks(others)} of {len(contents)}: the order of training sequences differs "
@@ -189,5 +212,6 @@ def _check_vocabularies(run: Run, tokenizer: Tokenizer | None) -> None:
             )
 
 
-def _number(text: str) -> int:
-    return int.from_bytes(hashlib.sha256(text.encode()).digest()[:7])
+def _number(value: object) -> int:
+    text = json.dumps(value, sort_keys=True).encode()
+    return int.from_bytes(hashlib.sha256(text).digest()[:7])

@@ -46,7 +46,7 @@ from trainyard.errors import GuardError
 from trainyard.model.gpt import GPT
 from trainyard.optim.clip import norms_of
 from trainyard.parallel.model import EMBEDDING, LocalParameter, ParallelModel
-from trainyard.parallel.placement import local_part, place
+from trainyard.parallel.placement import local_part
 from trainyard.precision.block_scaled import BlockScaledTensor
 from trainyard.topology import name_ranks
 from trainyard.training.checkpoints import load_newest
@@ -287,7 +287,7 @@ def _others_may_hold(local: LocalParameter, parallel_model: ParallelModel) -> bo
 
 def _key_of(local: LocalParameter, parallel_model: ParallelModel) -> int:
     """Hashes a part of a parameter's name and place; equal on all ranks that hold this part."""
-    placed = place(local.parameter, local.dimension, parallel_model.tensor_shard)
+    placed = local.placement
     text = f"{local.name} {placed.offsets} {placed.local_shape}"
     digest = hashlib.blake2b(text.encode(), digest_size=8).digest()
     return int.from_bytes(digest, "little", signed=True)

@@ -9,6 +9,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import replace
 
 from trainyard.checkpoint.background import AsyncCheckpointer
+from trainyard.config.run import Run
 from trainyard.data.loader import held_out_batches
 from trainyard.data.order import Split
 from trainyard.errors import SPACE, GuardError, MachineError
@@ -18,7 +19,7 @@ from trainyard.files import publish_text
 from trainyard.launch.environment import seconds_left
 from trainyard.log import show_progress
 from trainyard.parallel.mesh import StopVote, device_name
-from trainyard.training.checkpoints import Saves, build_saver, save_state
+from trainyard.training.checkpoints import Saves, build_saver
 from trainyard.training.guard import describe_spikes, require_equal_copies, roll_back, stop_if_stuck
 from trainyard.training.metrics import LogLines, Metrics
 from trainyard.training.run_folder import checkpoint_folder
@@ -115,7 +116,7 @@ def train(
         MachineError: the last checkpoint could not be written.
     """
     run, plan = context.run, context.plan
-    saves, vote = Saves(saver, metrics, show), StopVote(context.model.mesh)
+    saves, vote = Saves(context, saver, metrics, show), StopVote(context.model.mesh)
     ending: StopReason | None = None
     request_before_rollback: str | None = None
     first_step = state.step
@@ -130,12 +131,12 @@ def train(
 
         # A StopReason as text; or SAVE: save and continue; or None.
         request = request_before_rollback or saves.report_finished(state.step)
-        request = vote.cast(request or stop.stop_request())
+        request = vote.cast(request or stop.stop_request() or saves.timed_request())
         request_before_rollback = None
         is_last = state.step == plan.n_steps
         ending = StopReason.of(request)
         log_now = is_last or every(state.step, run.log.interval)
-        save_now = is_last or request is not None or every(state.step, run.checkpoint.interval)
+        save_now = is_last or request is not None or is_save_due(run, state.step)
         if log_now:
             show(state.step, metrics.write_steps(state, result))
         if log_now or save_now:
@@ -160,7 +161,7 @@ def train(
             require_equal_copies(context, state)
         if save_now:
             context.heartbeat.enter("save", state.step)
-            save_state(context, state, saver, held_out_loss)
+            saves.save(state, held_out_loss)
     saves.finish(state.step)
     return ending or DONE, state
 
@@ -168,6 +169,14 @@ def train(
 def every(step: int, interval: int) -> bool:
     """Returns whether an event of every `interval` steps is due after this one; 0 is never."""
     return interval > 0 and step % interval == 0
+
+
+def is_save_due(run: Run, step: int) -> bool:
+    """Returns whether to save after this step, at whatever time."""
+    saving = run.checkpoint
+    steps = saving.interval if isinstance(saving.interval, int) else 0
+    of_best = run.evaluate.interval if saving.keep_best else 0
+    return any(every(step, each) for each in (steps, saving.keep_every, of_best))
 
 
 def evaluate(context: TrainContext, state: State, metrics: Metrics, show: Show) -> float | None:

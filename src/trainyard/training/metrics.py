@@ -4,6 +4,12 @@ Throughput counts only the time of steps, not evaluation or saving: on a GPU the
 events in its stream, as the host only queues a step there and is done long before.
 TFLOP/s is model FLOP per token x tokens per second (`layout.flops.model_flops_per_token`;
 recomputation is not counted); MFU is that over the device's peak for the precision in use.
+
+The load of an expert is the number of tokens that chose it. With 4 experts of which a token uses 1:
+
+    load         10  20  30  40     mean 25
+    imbalance    40 / 25 = 1.6      that of the block with the greatest
+    entropy      1.28 / log 4 = 0.92, 1 where all are equal; the mean of the blocks
 """
 
 from __future__ import annotations
@@ -24,7 +30,9 @@ from pathlib import Path
 from secrets import token_hex
 from typing import Any, Literal
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch.utils.tensorboard import SummaryWriter
 from torch.utils.tensorboard.summary import hparams
 
@@ -39,6 +47,7 @@ from trainyard.layout.flops import (
 )
 from trainyard.layout.resolve import Plan
 from trainyard.parallel.mesh import build_clock, device_name
+from trainyard.topology import Coordinates
 from trainyard.training.run_folder import WANDB_ID
 from trainyard.training.state import State, TrainContext
 from trainyard.training.step import StepResult
@@ -47,9 +56,17 @@ from trainyard.units import format_bytes, format_figure, format_large, format_se
 logger = logging.getLogger("trainyard")
 
 LogLines = Literal["short", "full"]
+DeadExperts = dict[int, list[int]]
+"""Experts by block."""
 LOSSES = ["train/loss", "evaluate/loss"]
 SPEEDS_IN_ETA = 20
 """The time left follows from the median speed of so many newest intervals."""
+EXPERT_TABLES = 500
+"""Most lines of a run with the load of every expert: with 15,000 experts one has 100 kB."""
+DEAD_TOKENS = 10_000
+"""An expert is dead when it got no token while its equal share was so many. That is the least
+noisy: an interval has few tokens in a small run, and early steps choose few experts by chance."""
+MOST_NAMED = 8
 # No curves in TensorBoard.
 COUNTERS = ("step", "sequences", "tokens", "n_tokens", "n_bytes", "seconds_left")
 
@@ -68,6 +85,7 @@ class Metrics:
         self._peak_flops = _peak_flops_per_second(context.run, context.device)
         self._loss_sum = torch.zeros((), device=context.device)
         self._skipped = torch.zeros((), device=context.device)
+        self._experts = ExpertLoad(context)
         self._clock = build_clock(context.device)
         self._steps: list[tuple[Any, Any]] = []
         self._tokens = 0
@@ -85,19 +103,29 @@ class Metrics:
         finite = result.skipped == 0
         self._loss_sum += torch.where(finite, result.loss, torch.zeros_like(result.loss))
         self._skipped += result.skipped
+        self._experts.add()
         self._tokens += n_sequences * self._context.run.model.sequence_length
 
     def write_steps(self, state: State, result: StepResult) -> str:
-        """Writes the metrics of the steps since the last line; returns that line."""
-        values = self._values(state, result)
+        """Writes the metrics of the steps since the last line; returns that line, and warnings."""
+        values, warning = self._values(state, result), ""
+        if self._context.run.model.n_experts:
+            found, dead = self._experts.read()
+            values |= found
+            if dead:
+                problem = describe_dead_experts(dead)
+                warning = f"\nwarning: {problem}"
+                event = {"step": state.step, "experts": dead, "problem": problem}
+                self.write("dead experts", event)
         self.write("train", values)
         self.forget_steps()
-        return self._render(values, self._context.plan)
+        return self._render(values, self._context.plan) + warning
 
     def forget_steps(self) -> None:
         """Leaves the steps since the last line out of the next."""
         self._loss_sum.zero_()
         self._skipped.zero_()
+        self._experts.forget()
         self._steps.clear()
         self._tokens = 0
 
@@ -146,6 +174,80 @@ class Metrics:
             "skipped_steps": state.skipped.total,
             "seconds_left": tokens_left / statistics.median(self._speeds),
         }
+
+
+class ExpertLoad:
+    """Counts the tokens of each expert, if any, on the device until a log line."""
+
+    def __init__(self, context: TrainContext) -> None:
+        model = context.run.model
+        self._mesh, self._routers = context.model.mesh, context.model.routers
+        self._first = model.n_dense_blocks if model.n_experts else 0
+        n_blocks = model.n_layers - self._first
+        self._table = self._zeros(n_blocks, model.n_experts)
+        self._sums = self._zeros(len(self._routers), model.n_experts)
+        self._missed = np.zeros((n_blocks, model.n_experts))
+        """Equal share of the tokens since each expert's last one; minus infinity once named."""
+        n_lines = context.plan.n_steps // max(1, context.run.log.interval)
+        self._n_lines, self._lines_per_table = 0, max(1, math.ceil(n_lines / EXPERT_TABLES))
+
+    def _zeros(self, *shape: int) -> torch.Tensor:
+        return torch.zeros(shape, dtype=torch.float64, device=self._mesh.device)
+
+    def add(self) -> None:
+        """Adds those of the newest step."""
+        if self._routers:
+            self._sums += torch.stack([router.load for router in self._routers.values()])
+
+    def forget(self) -> None:
+        """Leaves out the steps since the last line."""
+        self._sums.zero_()
+
+    def read(self) -> tuple[dict[str, Any], DeadExperts]:
+        """Returns the load in the steps since the last line, and the experts found dead.
+
+        Every rank must call it, of a model with experts, and gets the same.
+        """
+        self._table.zero_()
+        here = self._mesh.coordinates
+        if self._routers and here == Coordinates(pipeline=here.pipeline):  # others have the same
+            self._table[[number - self._first for number in self._routers]] = self._sums
+        self._mesh.all_reduce(self._table)
+        load = self._table.cpu().numpy()
+        misses = (load == 0) | np.isinf(self._missed)
+        self._missed = np.where(misses, self._missed + load.mean(), 0)
+        dead: DeadExperts = {}
+        for block, expert in np.argwhere(self._missed >= DEAD_TOKENS).tolist():
+            dead.setdefault(self._first + block, []).append(expert)
+            self._missed[block, expert] = -np.inf
+        tables = {"expert_load": load.astype(int).tolist()}
+        has_table = self._n_lines % self._lines_per_table == 0
+        self._n_lines += 1
+        return summarize_load(load) | (tables if has_table else {}), dead
+
+
+def summarize_load(load: NDArray[np.float64]) -> dict[str, Any]:
+    """Returns imbalance and entropy of the tokens of each expert, (blocks, E)."""
+    n_experts = load.shape[1]
+    share = load / np.maximum(load.sum(1, keepdims=True), 1)
+    to_uniform = n_experts * share
+    excess = (share * np.log(np.where(share > 0, to_uniform, 1))).sum(1).mean()
+    return {
+        "expert_imbalance": float(to_uniform.max()),
+        "expert_entropy": 1 - float(excess) / math.log(max(2, n_experts)),
+    }
+
+
+def describe_dead_experts(dead: DeadExperts) -> str:
+    """Names experts that no token chooses."""
+    names = [
+        f"expert {each} of block {block}" for block, experts in dead.items() for each in experts
+    ]
+    more = f" and {len(names) - MOST_NAMED:,} more" if len(names) > MOST_NAMED else ""
+    return (
+        f"no token chose {', '.join(names[:MOST_NAMED])}{more} while its equal share was "
+        f"{DEAD_TOKENS:,} tokens; model.balance and its coefficient prevent it in a new run"
+    )
 
 
 class Outputs:
@@ -243,6 +345,8 @@ def render_short_line(values: dict[str, Any], plan: Plan) -> str:
     ]
     if values["model_flops_utilization"] is not None:
         columns.append(f"MFU {values['model_flops_utilization']:.1%}")
+    if "expert_imbalance" in values:
+        columns.append(f"imbalance {values['expert_imbalance']:.2f}")
     if values["skipped_steps"]:
         columns.append(f"{values['skipped_steps']} skipped")
     return " | ".join([*columns, f"{format_seconds(values['seconds_left'])} left"])
@@ -275,6 +379,9 @@ def render_full_line(values: dict[str, Any], plan: Plan) -> str:
         f"{format_figure(values['tflops_per_second_per_device'])} TFLOP/s/GPU (model)",
         "MFU -" if utilization is None else f"MFU {utilization:.1%}",
         describe_formula(values),
+        f"expert imbalance {values['expert_imbalance']:.3f}, entropy {values['expert_entropy']:.4f}"
+        if "expert_imbalance" in values
+        else "",
         f"memory {format_bytes(values['memory_bytes'])}",
         f"skipped {values['skipped_steps']}",
         f"ETA {format_seconds(values['seconds_left'])}",

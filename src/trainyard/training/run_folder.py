@@ -14,7 +14,6 @@ import shutil
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from importlib.metadata import version
 from importlib.util import find_spec
 from itertools import pairwise
 from pathlib import Path
@@ -26,6 +25,7 @@ from typing_extensions import TypedDict
 from trainyard.config.load import field_value, load_run, render_run
 from trainyard.config.rules import change
 from trainyard.config.run import Run
+from trainyard.data.indexed import IndexedDataset
 from trainyard.data.loader import data_fingerprint, data_prefixes, describe_data, find_unread
 from trainyard.data.sidecar import load_sidecar
 from trainyard.data.vocabulary import Vocabulary, load_vocabulary, save_vocabulary
@@ -56,7 +56,6 @@ FILES = (
     *("run.toml", "lock", "metrics.jsonl", "plan.json", "versions.json", "outcome.json"),
     *("evaluation.json", "report.html", "logs/restarts.json", ANCESTRY, WANDB_ID),
 )
-FIRST_WITH_ZERO_BUBBLE = (2, 13)
 
 
 class RunFiles:
@@ -120,6 +119,8 @@ class OpenRun:
         refuse_unsupported(self.run)
         if self.files.vocabulary is not None:
             refuse_larger_vocabulary(self.run, len(self.files.vocabulary.tokens))
+        for prefix in data_prefixes(self.run):
+            IndexedDataset(prefix)
         return self.files.data_checksum
 
 
@@ -278,15 +279,6 @@ def refuse_unsupported(run: Run) -> None:
         raise ConfigError(
             f"log.wandb_project={run.log.wandb_project!r} needs the package wandb",
             "pip install wandb, or leave log.wandb_project empty",
-        )
-    is_zero_bubble = run.parallel.pipeline > 1 and run.parallel.schedule == "zero_bubble"
-    found = version("torch")
-    major, minor = (int(number) for number in found.split(".")[:2])
-    # Older versions fail to split the backward pass of our autograd functions.
-    if is_zero_bubble and (major, minor) < FIRST_WITH_ZERO_BUBBLE:
-        raise ConfigError(
-            f"parallel.schedule='zero_bubble' needs torch 2.13; this is {found}",
-            "parallel.schedule='interleaved' with parallel.chunks=2, or a newer torch",
         )
 
 

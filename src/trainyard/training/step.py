@@ -54,6 +54,7 @@ def train_step(context: TrainContext, state: State) -> StepResult:
     if policy == "skip":
         skipped = torch.maximum(skipped, spike)
     context.optimizer.step(rate, totals.divisor(run.optimizer.clip_norm), skipped)
+    context.model.balance_experts(skipped)
     context.model.zero_grad()
     # A smaller loss scale cannot mend a loss that is not finite: only gradients count.
     handled_by_loss_scale = (

@@ -19,6 +19,7 @@ import torch
 from trainyard.checkpoint.background import check_saving
 from trainyard.checkpoint.format import list_checkpoints
 from trainyard.config.load import render_run
+from trainyard.config.run import Recompute
 from trainyard.errors import UserError
 from trainyard.launch.environment import hide_secrets, read_process, refuse_missing_devices
 from trainyard.launch.heartbeat import Heartbeat
@@ -102,8 +103,10 @@ def _check_first_rank(opened: OpenRun, resume: Resume, device: torch.device) -> 
     if compiles_blocks(run, device):
         dtype = torch_dtype(run.precision.formats.compute)
         takes_cudnn = choose_attention(run, dtype, device) == CUDNN
-        trial = Trial(run.model, dtype, run.parallel.recompute, device, takes_cudnn)
-        compare_compiled_once(trial, Path(run.data.cache_folder))
+        kinds: list[Recompute] = [run.parallel.recompute, "none"]
+        for recompute in kinds[: 1 + (run.parallel.recompute_share < 1)]:
+            trial = Trial(run.model, dtype, recompute, device, takes_cudnn)
+            compare_compiled_once(trial, Path(run.data.cache_folder))
 
 
 def main() -> None:

@@ -9,13 +9,15 @@
 #include <initializer_list>
 
 #include "fake.h"
+#include "log.h"
 
 typedef int Status;
 static const Status SUCCESS = 0, NOT_SUPPORTED = 15;
 static const int VERSION = 130101;
 
+// A handle holds its stream.
 static Status make_handle(void** handle) {
-  *handle = malloc(64);
+  *handle = calloc(1, 64);
   return SUCCESS;
 }
 
@@ -28,8 +30,12 @@ EXPORT Status cublasGetPointerMode_v2(void*, int* mode) {
   *mode = 0;
   return SUCCESS;
 }
-EXPORT Status cublasGetStream_v2(void*, void** stream) {
-  *stream = nullptr;
+EXPORT Status cublasSetStream_v2(void* handle, void* stream) {
+  *(void**)handle = stream;
+  return SUCCESS;
+}
+EXPORT Status cublasGetStream_v2(void* handle, void** stream) {
+  *stream = *(void**)handle;
   return SUCCESS;
 }
 EXPORT Status cublasGetVersion_v2(void*, int* version) {
@@ -40,8 +46,9 @@ EXPORT const char* cublasGetStatusString(Status status) {
   return status == NOT_SUPPORTED ? "not supported" : "success";
 }
 // Of all matmuls of cuBLAS, whose functions build.py writes.
-EXPORT long fake_cuda_count_matmul() {
+EXPORT long fake_cuda_count_matmul(void* handle, int m, int n, int k, const char* name) {
   fake::n_matmuls++;
+  fake::log("matmul %p %d %d %d %s", *(void**)handle, m, n, k, name);
   return SUCCESS;
 }
 
@@ -119,8 +126,11 @@ EXPORT Status cublasLtMatmulAlgoGetHeuristic(void*, Matmul* matmul, Matrix* a, M
 }
 EXPORT Status cublasLtMatmul(void*, Matmul* matmul, const void*, const void* a_start, Matrix* a,
                              const void* b_start, Matrix* b, const void*, const void*, Matrix* c,
-                             void* d_start, Matrix*, const void*, void*, size_t, void*) {
+                             void* d_start, Matrix*, const void*, void*, size_t, void* stream) {
   fake::n_matmuls++;
+  uint64_t inner = a->rows * a->columns / c->rows;
+  fake::log("matmul %p %zu %zu %zu %s", stream, (size_t)c->rows, (size_t)c->columns, (size_t)inner,
+            is_fp8(a) ? "cublasLt fp8" : "cublasLt");
   uintptr_t addresses = (uintptr_t)a_start | (uintptr_t)b_start | (uintptr_t)d_start;
   bool is_misaligned = (is_fp8(a) || is_fp8(b)) && addresses % FP8_MULTIPLE;
   return is_misaligned ? NOT_SUPPORTED : judge(matmul, a, b, c);

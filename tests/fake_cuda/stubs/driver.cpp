@@ -5,7 +5,9 @@
 #include <cstdio>
 #include <cuda.h>
 #include <map>
+#include <string>
 
+#include "log.h"
 #include "memory.h"
 
 using fake::Memory;
@@ -102,8 +104,14 @@ EXPORT CUresult cuModuleLoad(CUmodule* module, const char* path) {
   return give_handle(module);
 }
 EXPORT CUresult cuModuleUnload(CUmodule) { return CUDA_SUCCESS; }
-EXPORT CUresult cuModuleGetFunction(CUfunction* function, CUmodule, const char*) {
-  return give_handle(function);
+static std::map<CUfunction, std::string>& function_names() {
+  static auto* names = new std::map<CUfunction, std::string>;
+  return *names;
+}
+EXPORT CUresult cuModuleGetFunction(CUfunction* function, CUmodule, const char* name) {
+  give_handle(function);
+  function_names()[*function] = name;
+  return CUDA_SUCCESS;
 }
 EXPORT CUresult cuFuncGetAttribute(int* value, CUfunction_attribute attribute, CUfunction) {
   *value = attribute == CU_FUNC_ATTRIBUTE_NUM_REGS                ? 64
@@ -129,25 +137,35 @@ EXPORT CUresult cuTensorMapEncodeTiled(CUtensorMap*, CUtensorMapDataType, cuuint
   return CUDA_SUCCESS;
 }
 
-static CUresult launch(fake::Size grid, fake::Size block, unsigned shared_bytes) {
+static CUresult launch(CUfunction function, fake::Size grid, fake::Size block,
+                       unsigned shared_bytes, CUstream stream) {
   fake::n_triton_kernels++;
+  if (fake::log_file) {
+    size_t n_threads = (size_t)grid.x * grid.y * grid.z * block.x * block.y * block.z;
+    fake::log("kernel %p %zu %s", (void*)stream, n_threads, function_names()[function].c_str());
+  }
   bool fits = fake::can_launch(grid, block, shared_bytes);
   return fits ? CUDA_SUCCESS : CUDA_ERROR_INVALID_VALUE;
 }
-EXPORT CUresult cuLaunchKernelEx(const CUlaunchConfig* config, CUfunction, void**, void**) {
-  return launch({config->gridDimX, config->gridDimY, config->gridDimZ},
-                {config->blockDimX, config->blockDimY, config->blockDimZ}, config->sharedMemBytes);
+EXPORT CUresult cuLaunchKernelEx(const CUlaunchConfig* config, CUfunction function, void**,
+                                 void**) {
+  return launch(function, {config->gridDimX, config->gridDimY, config->gridDimZ},
+                {config->blockDimX, config->blockDimY, config->blockDimZ},
+                config->sharedMemBytes, config->hStream);
 }
-EXPORT CUresult cuLaunchKernel(CUfunction, unsigned grid_x, unsigned grid_y, unsigned grid_z,
-                               unsigned block_x, unsigned block_y, unsigned block_z,
-                               unsigned shared_bytes, CUstream, void**, void**) {
-  return launch({grid_x, grid_y, grid_z}, {block_x, block_y, block_z}, shared_bytes);
+EXPORT CUresult cuLaunchKernel(CUfunction function, unsigned grid_x, unsigned grid_y,
+                               unsigned grid_z, unsigned block_x, unsigned block_y,
+                               unsigned block_z, unsigned shared_bytes, CUstream stream, void**,
+                               void**) {
+  return launch(function, {grid_x, grid_y, grid_z}, {block_x, block_y, block_z}, shared_bytes,
+                stream);
 }
-EXPORT CUresult cuLaunchCooperativeKernel(CUfunction, unsigned grid_x, unsigned grid_y,
+EXPORT CUresult cuLaunchCooperativeKernel(CUfunction function, unsigned grid_x, unsigned grid_y,
                                           unsigned grid_z, unsigned block_x, unsigned block_y,
-                                          unsigned block_z, unsigned shared_bytes, CUstream,
-                                          void**) {
-  return launch({grid_x, grid_y, grid_z}, {block_x, block_y, block_z}, shared_bytes);
+                                          unsigned block_z, unsigned shared_bytes,
+                                          CUstream stream, void**) {
+  return launch(function, {grid_x, grid_y, grid_z}, {block_x, block_y, block_z}, shared_bytes,
+                stream);
 }
 
 // Triton asks this of each tensor it passes; of a tensor on the host the answer is an error.

@@ -7,7 +7,9 @@
 #include <cuda_runtime_api.h>
 #include <dlfcn.h>
 #include <string>
+#include <unordered_map>
 
+#include "log.h"
 #include "memory.h"
 
 using fake::Memory;
@@ -26,6 +28,14 @@ EXPORT long fake_cuda_count(const char* name) {
   };
   return *counters.at(name);
 }
+
+// The log of log.h.
+EXPORT void fake_cuda_log(const char* path) {
+  std::lock_guard<std::mutex> guard(fake::log_lock);
+  if (fake::log_file) fclose(fake::log_file);
+  fake::log_file = path ? fopen(path, "w") : nullptr;
+}
+EXPORT void fake_cuda_mark(const char* text) { fake::log("mark %s", text); }
 
 static cudaError_t fail(cudaError_t error) { return last_error = error; }
 
@@ -208,7 +218,8 @@ EXPORT cudaError_t cudaMemcpy(void* to, const void* from, size_t n_bytes, cudaMe
   return wait();
 }
 EXPORT cudaError_t cudaMemcpyAsync(void* to, const void* from, size_t n_bytes, cudaMemcpyKind kind,
-                                   cudaStream_t) {
+                                   cudaStream_t stream) {
+  fake::log("copy %p %zu", (void*)stream, n_bytes);
   const void* on_host = kind == cudaMemcpyHostToDevice ? from : to;
   bool leaves = kind == cudaMemcpyHostToDevice || kind == cudaMemcpyDeviceToHost;
   if (leaves && Memory::instance().place_of(on_host) == Place::PAGEABLE) fake::n_pageable_copies++;
@@ -230,7 +241,8 @@ EXPORT cudaError_t cudaMemset(void* start, int value, size_t n_bytes) {
   fake::fill(start, value, n_bytes);
   return cudaSuccess;
 }
-EXPORT cudaError_t cudaMemsetAsync(void* start, int value, size_t n_bytes, cudaStream_t) {
+EXPORT cudaError_t cudaMemsetAsync(void* start, int value, size_t n_bytes, cudaStream_t stream) {
+  fake::log("fill %p %zu", (void*)stream, n_bytes);
   fake::fill(start, value, n_bytes);
   return cudaSuccess;
 }
@@ -249,6 +261,10 @@ EXPORT cudaError_t cudaStreamGetPriority(cudaStream_t, int* priority) {
   return cudaSuccess;
 }
 EXPORT cudaError_t cudaStreamSynchronize(cudaStream_t) { return wait(); }
+EXPORT cudaError_t cudaStreamWaitEvent(cudaStream_t stream, cudaEvent_t event, unsigned) {
+  fake::log("wait %p %p", (void*)stream, (void*)event);
+  return cudaSuccess;
+}
 
 // Graphs: of one stream at a time, empty; each start of one counts as a launch.
 
@@ -294,29 +310,54 @@ EXPORT cudaError_t cudaEventCreate(cudaEvent_t* event) { return give_handle(even
 EXPORT cudaError_t cudaEventCreateWithFlags(cudaEvent_t* event, unsigned) {
   return give_handle(event);
 }
+EXPORT cudaError_t cudaEventRecord(cudaEvent_t event, cudaStream_t stream) {
+  fake::log("record %p %p", (void*)stream, (void*)event);
+  return cudaSuccess;
+}
+EXPORT cudaError_t cudaEventRecordWithFlags(cudaEvent_t event, cudaStream_t stream, unsigned) {
+  return cudaEventRecord(event, stream);
+}
 EXPORT cudaError_t cudaEventSynchronize(cudaEvent_t) { return wait(); }
 EXPORT cudaError_t cudaEventElapsedTime(float* milliseconds, cudaEvent_t, cudaEvent_t) {
   *milliseconds = 1;
   return cudaSuccess;
 }
 
-// Kernels of torch and torchao.
+// Kernels of torch and torchao. Each is registered with its name as its library is loaded.
 
-static cudaError_t launch(dim3 grid, dim3 block, size_t shared_bytes) {
+static std::unordered_map<const void*, const char*>& kernel_names() {
+  static auto* names = new std::unordered_map<const void*, const char*>;
+  return *names;
+}
+EXPORT void __cudaRegisterFunction(void**, const char* function, char*, const char* name, int, void*,
+                                   void*, void*, void*, int*) {
+  kernel_names()[function] = name;
+}
+
+static cudaError_t launch(const void* function, dim3 grid, dim3 block, size_t shared_bytes,
+                          cudaStream_t stream) {
   fake::n_kernels++;
+  if (fake::log_file) {
+    auto found = kernel_names().find(function);
+    size_t n_threads = (size_t)grid.x * grid.y * grid.z * block.x * block.y * block.z;
+    const char* name = found == kernel_names().end() ? "unknown" : found->second;
+    fake::log("kernel %p %zu %s", (void*)stream, n_threads, name);
+  }
   bool fits = fake::can_launch({grid.x, grid.y, grid.z}, {block.x, block.y, block.z}, shared_bytes);
   return fits ? cudaSuccess : fail(cudaErrorInvalidConfiguration);
 }
-EXPORT cudaError_t cudaLaunchKernel(const void*, dim3 grid, dim3 block, void**, size_t shared_bytes,
-                                    cudaStream_t) {
-  return launch(grid, block, shared_bytes);
+EXPORT cudaError_t cudaLaunchKernel(const void* function, dim3 grid, dim3 block, void**,
+                                    size_t shared_bytes, cudaStream_t stream) {
+  return launch(function, grid, block, shared_bytes, stream);
 }
-EXPORT cudaError_t cudaLaunchKernelExC(const cudaLaunchConfig_t* config, const void*, void**) {
-  return launch(config->gridDim, config->blockDim, config->dynamicSmemBytes);
+EXPORT cudaError_t cudaLaunchKernelExC(const cudaLaunchConfig_t* config, const void* function,
+                                       void**) {
+  return launch(function, config->gridDim, config->blockDim, config->dynamicSmemBytes,
+                config->stream);
 }
-EXPORT cudaError_t cudaLaunchCooperativeKernel(const void*, dim3 grid, dim3 block, void**,
-                                               size_t shared_bytes, cudaStream_t) {
-  return launch(grid, block, shared_bytes);
+EXPORT cudaError_t cudaLaunchCooperativeKernel(const void* function, dim3 grid, dim3 block, void**,
+                                               size_t shared_bytes, cudaStream_t stream) {
+  return launch(function, grid, block, shared_bytes, stream);
 }
 EXPORT cudaError_t cudaFuncGetAttributes(cudaFuncAttributes* found, const void*) {
   memset(found, 0, sizeof *found);
@@ -375,9 +416,9 @@ EXPORT cudaError_t __cudaGetKernel(cudaKernel_t* kernel, const void* function) {
   *kernel = (cudaKernel_t)function;
   return cudaSuccess;
 }
-EXPORT cudaError_t __cudaLaunchKernel(cudaKernel_t, dim3 grid, dim3 block, void**,
-                                      size_t shared_bytes, cudaStream_t) {
-  return launch(grid, block, shared_bytes);
+EXPORT cudaError_t __cudaLaunchKernel(cudaKernel_t kernel, dim3 grid, dim3 block, void**,
+                                      size_t shared_bytes, cudaStream_t stream) {
+  return launch((const void*)kernel, grid, block, shared_bytes, stream);
 }
 EXPORT void** __cudaRegisterFatBinary(void*) {
   static void* handle[2];

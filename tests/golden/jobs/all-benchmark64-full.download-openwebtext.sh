@@ -24,6 +24,7 @@ export LD_LIBRARY_PATH=/soft/libraries/aws-ofi-nccl/v1.9.1-aws/lib:/soft/librari
 
 folder=runs/benchmark64-full
 is_stage=yes
+is_array=''
 n_nodes=1
 tasks_per_node=1
 restart_limit=3

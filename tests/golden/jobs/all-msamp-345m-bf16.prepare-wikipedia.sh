@@ -18,6 +18,7 @@ cd /project/me || exit 2
 
 folder=runs/msamp-345m-bf16
 is_stage=yes
+is_array=''
 n_nodes=32
 tasks_per_node=1
 restart_limit=3

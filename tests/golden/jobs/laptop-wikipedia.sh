@@ -8,6 +8,7 @@ cd /project/me || exit 2
 
 folder=runs/wikipedia
 is_stage=''
+is_array=''
 n_nodes=1
 tasks_per_node=1
 restart_limit=3

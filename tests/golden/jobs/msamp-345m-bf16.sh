@@ -20,6 +20,7 @@ cd /project/me || exit 2
 
 folder=runs/msamp-345m-bf16
 is_stage=''
+is_array=''
 n_nodes=1
 tasks_per_node=8
 restart_limit=3

@@ -20,6 +20,7 @@ cd /project/me || exit 2
 
 folder=runs/msamp-345m-deepspeed-fp16
 is_stage=''
+is_array=''
 n_nodes=1
 tasks_per_node=1
 restart_limit=3

@@ -32,6 +32,7 @@ export LD_LIBRARY_PATH=$CRAY_LD_LIBRARY_PATH:$LD_LIBRARY_PATH
 
 folder=runs/lumi-125m
 is_stage=''
+is_array=''
 n_nodes=2
 tasks_per_node=8
 restart_limit=3

@@ -15,6 +15,7 @@ cd /project/me || exit 2
 
 folder=runs/lumi-125m
 is_stage=''
+is_array=''
 n_nodes=2
 tasks_per_node=8
 restart_limit=3

@@ -22,6 +22,7 @@ cd /project/me || exit 2
 
 folder=runs/lumi-125m
 is_stage=''
+is_array=''
 n_nodes=4
 tasks_per_node=4
 restart_limit=3

@@ -25,6 +25,7 @@ export LD_LIBRARY_PATH=/soft/libraries/aws-ofi-nccl/v1.9.1-aws/lib:/soft/librari
 
 folder=runs/polaris-gpt25b-4096
 is_stage=''
+is_array=''
 n_nodes=16
 tasks_per_node=4
 restart_limit=3

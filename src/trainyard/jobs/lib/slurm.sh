@@ -1,7 +1,12 @@
 # Slurm: one task per rank, or one torchrun per node.
 
-# Since Slurm 22.05, srun no longer inherits this from sbatch.
-if [ -n "$SLURM_CPUS_PER_TASK" ]; then step_options+=(--cpus-per-task="$SLURM_CPUS_PER_TASK"); fi
+# Since Slurm 22.05, srun no longer inherits this from sbatch. The process of an array's task starts
+# all ranks of its node, on all CPUs.
+if [ -n "$is_array" ]; then
+  step_options+=(--cpu-bind=none)
+elif [ -n "$SLURM_CPUS_PER_TASK" ]; then
+  step_options+=(--cpus-per-task="$SLURM_CPUS_PER_TASK")
+fi
 # The hooks of a container read these before its first program runs.
 [ "${#environment[@]}" = 0 ] || export "${environment[@]}"
 # The shell of an interactive job may be a step that holds the CPUs.
@@ -11,7 +16,10 @@ if [ -n "$is_stage" ]; then
     "${step_options[@]}" bash -c "$(print_rank)"
 fi
 
-job=$SLURM_JOB_ID start=${SLURM_RESTART_COUNT:-0}
+job=$SLURM_JOB_ID
+# The number of the last task is also that of the whole array.
+if [ -n "$SLURM_ARRAY_JOB_ID" ]; then job=${SLURM_ARRAY_JOB_ID}_$task; fi
+start=${SLURM_RESTART_COUNT:-0}
 if [ -n "$is_here" ]; then start=${TRAINYARD_START:-0}; fi
 export TRAINYARD_JOB="$job-$start${is_here:+-$$}" # $$: others of the allocation
 exclude=()

@@ -4,6 +4,10 @@
 is_here=""
 if [ "$1" = here ]; then is_here=yes; fi
 
+# Each task of an array starts, fails and is requeued by itself.
+task=${SLURM_ARRAY_TASK_ID:-${PBS_ARRAY_INDEX:-0}}
+[ -z "$is_array" ] || folder="$folder/task-$task"
+
 # Without a scheduler, this script starts itself again.
 start_again() {
   sleep 1
@@ -35,6 +39,9 @@ is_worth_it() {
   newest=${newest##*$'\n'}
   [ -f "$folder/logs/vain" ] && IFS=' ' read -r count before < "$folder/logs/vain"
   [[ "$newest" > "$before" ]] && count=0
+  # The task of an array trains runs, whose folders are beside that of the set.
+  [ -n "$is_array" ] && [ -n "$(find -L "${folder%/*}"-*/checkpoints -name manifest.json \
+    -newer "$folder/logs/started" 2> /dev/null)" ] && count=0
   echo "$((count + 1)) $newest" > "$folder/logs/vain"
   [ "$count" -lt "$restart_limit" ]
 }
@@ -44,8 +51,8 @@ is_worth_it() {
 failing_hosts() {
   local file
   cat "$folder/logs/lost_hosts" 2> /dev/null
-  for file in "$folder"/logs/attempt-*/rank-*.json; do
-    [ "$file" -nt "$folder/logs/started" ] && grep -q '"has_failed": true' "$file" &&
+  for file in "$folder"/logs/attempt-*/rank-*.{failed,aborted}.json; do
+    [ "$file" -nt "$folder/logs/started" ] &&
       sed -n 's/.*"host": "\([A-Za-z0-9_-]*\).*/\1/p' "$file"
   done
   for file in "$folder"/logs/unready-*; do

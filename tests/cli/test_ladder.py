@@ -1,0 +1,79 @@
+"""`trainyard ladder`, as a user meets it."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import msgspec
+import pytest
+from tests.command import trainyard
+
+from trainyard.sweeps.law import Law
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    lines = ["name,corpus,parameters,flop,valid,plain"]
+    for i, n in enumerate([1e7, 2e7, 4e7, 8e7, 1.6e8]):
+        for r in (10, 20, 80):
+            loss = 1.7 + 400 / n**0.34 + 1500 / (r * n) ** 0.37
+            loss *= 1 + 0.001 * (-1) ** (i + r // 20)
+            lines.append(f"m{i}-{r},c4,{n},{6 * n * r * n},{loss},{r}")
+    lines += ["broken,c4,1e7,6e15,,9", "other,pile,1e7,6e15,1.0,30"]
+    (tmp_path / "runs.csv").write_text("\n".join(lines))
+    return tmp_path
+
+
+WORDS = ("ladder", "runs.csv", "--loss", "valid", "--where", "corpus=c4")
+
+
+def test_a_large_run_is_predicted_and_drawn(folder: Path) -> None:
+    asked = ("--at", "1B:20B", "--at", "9e10:2e10", "--flop", "1e20", "--picture", "law.png")
+    done = trainyard(*WORDS, *asked, folder=folder)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith("15 runs of 5 sizes; 90 % intervals\n")
+    lines = done.stdout.splitlines()
+    (answer,) = [line for line in lines if line.startswith("1B on 20B tokens: loss 2.286 (2.2")]
+    assert answer.endswith("; 6.25 times the largest parameters, 1.56 tokens, 9.77 FLOP")
+    assert " best for 1e+20 FLOP " in done.stdout
+    (refused,) = [i for i, line in enumerate(lines) if line.startswith("90B on 20B tokens: not ")]
+    reasons = [line for line in lines[refused + 1 :] if line.startswith("  ")]
+    assert "  562 times the largest run, tested to 30: add a larger one" in reasons
+    assert "left out broken: its loss is nan" in lines
+    assert done.stderr == "wrote law.png\n"
+    assert (folder / "law.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_json_has_the_law(folder: Path) -> None:
+    done = trainyard(*WORDS, "--at", "1e9:2e10", "--at", "9e10:2e10", "--json", folder=folder)
+    assert done.returncode == 0, done.stderr
+    answer = json.loads(done.stdout)
+    law = msgspec.convert(answer["law"], Law)
+    first, second = answer["predictions"]
+    assert first["loss"] == [*law.predict(1e9, 2e10)] and first["problems"] == []
+    assert second["loss"] is None and "times the largest" in second["problems"][-1]
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (("--at", "1B"), "--at 1B: not PARAMETERS:TOKENS"),
+        (("--at", "1B:-3e9"), "--at 1B:-3e9: not PARAMETERS:TOKENS"),
+        (("--where", "corpus"), "corpus: not a condition"),
+        (("--parameters", "size"), "runs.csv: there is no column 'size'"),
+        (("--where", "plain>=x"), "runs.csv, line 2: could not convert string to float: 'x'"),
+        (("--parameters", "name"), "line 2: could not convert string to float: 'm0-10'"),
+        (
+            ("--where", "plain<=20", "--where", "plain>=20", "--where", "plain=21"),
+            "0 runs of 0 sizes",
+        ),
+        (("--picture", "law.jpg"), "--picture law.jpg: pictures are .png or .svg"),
+    ],
+)
+def test_mistakes_are_named(words: tuple[str, ...], message: str, folder: Path) -> None:
+    done = trainyard(*WORDS, *words, folder=folder)
+    assert done.returncode == 2
+    assert message in done.stderr and "hint: " in done.stderr
+    missing = trainyard("ladder", "none.csv", folder=folder)
+    assert missing.returncode == 2 and "cannot read none.csv" in missing.stderr
