@@ -6,6 +6,7 @@ behind need not wait for. Those of the start itself run real processes.
 
 from __future__ import annotations
 
+import faulthandler
 import gc
 import os
 import pty
@@ -22,8 +23,11 @@ from subprocess import CompletedProcess
 from typing import NoReturn
 
 import typer
-from tests.waiting import prepare_fork, wait_for
+from tests.waiting import SHOW_STACKS, prepare_fork, wait_for
 from typer.testing import CliRunner
+
+
+STACKS: list[int] = []
 
 
 def trainyard(*words: str, folder: Path, **environment: str) -> CompletedProcess[str]:
@@ -122,9 +126,14 @@ def peak_bytes(call: Callable[[], object]) -> int:
 
 
 def be_process(call: Callable[[], object], out: int, error: int) -> NoReturn:
-    """Makes a fork call a function and end as a process of its own does."""
+    """Makes a fork call a function and end as a process of its own does.
+
+    When the watchdog ends a test, its forks print their stacks to the test's error output.
+    """
     code = 1
     try:
+        STACKS[:] = STACKS or [os.dup(2)]  # of pytest, also in forks of forks
+        faulthandler.register(SHOW_STACKS, file=STACKS[0], all_threads=True)
         gc.freeze()  # looking at what is there already would copy it
         warnings.resetwarnings()  # pytest's filters, which a command does not have
         for number, file in ((1, out), (2, error)):
@@ -136,8 +145,10 @@ def be_process(call: Callable[[], object], out: int, error: int) -> NoReturn:
     except SystemExit as ended:
         code = int(ended.code or 0)
     except BaseException:
-        traceback.print_exc()
+        with suppress(OSError):
+            traceback.print_exc()
     finally:
-        sys.stdout.flush()
-        sys.stderr.flush()
+        for stream in (sys.stdout, sys.stderr):
+            with suppress(OSError):  # its disk may be full
+                stream.flush()
         os._exit(code)

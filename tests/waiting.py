@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from importlib import import_module
 from pathlib import Path
 
+SHOW_STACKS = signal.SIGQUIT
 WATCHDOG_SECONDS = 900.0
 """Ten times what the longest wait takes on an idle machine: after it something hangs."""
 
@@ -32,10 +34,27 @@ def wait_for(pid: int) -> int:
     try:
         wait_until(lambda: os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT), f"{pid}")
     except BaseException:
+        for each in (pid, *_descendants(pid)):
+            _show_stacks(each)
         os.kill(pid, signal.SIGKILL)
         os.waitpid(pid, 0)
         raise
     return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+
+
+def _descendants(pid: int) -> Iterator[int]:
+    children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
+    for child in map(int, children):
+        yield child
+        yield from _descendants(child)
+
+
+def _show_stacks(pid: int) -> None:
+    """Makes a fork that has been told so (`tests.command.be_process`) print its stacks."""
+    caught = re.search(r"^SigCgt:\s*(\w+)", Path(f"/proc/{pid}/status").read_text(), re.MULTILINE)
+    if caught and int(caught[1], 16) >> SHOW_STACKS - 1 & 1:
+        os.kill(pid, SHOW_STACKS)
+        time.sleep(1)
 
 
 def prepare_fork() -> None:

@@ -19,7 +19,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import IO, Any
 
-from tests.command import Fork, be_process
+from tests.command import STACKS, Fork, be_process
 from tests.waiting import WATCHDOG_SECONDS
 
 WATCHED = "trainyard.launch.watched"
@@ -105,7 +105,7 @@ def _work(
 
     # Such as the pipe that tells of the parent's end, which only the parent may have.
     for path in list(Path("/proc/self/fd").iterdir()):
-        if int(path.name) not in (0, 1, 2, *kept):
+        if int(path.name) not in (0, 1, 2, *kept, *STACKS):
             with suppress(OSError):  # that of the listing is closed already
                 os.close(int(path.name))
     for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP):

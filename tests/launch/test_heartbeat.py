@@ -124,6 +124,13 @@ def test_a_worker_ends_without_waiting_for_its_threads(ending: str, code: int) -
     assert ("ValueError" in ended.stderr) == (code == 1)
 
 
+def test_a_worker_ends_though_the_disk_of_its_log_is_full() -> None:
+    with open("/dev/full", "wb") as full:
+        command = [sys.executable, "-c", WORK.format(ending="pass")]
+        ended = subprocess.run(command, stdout=full, stderr=full, timeout=WATCHDOG_SECONDS)
+    assert ended.returncode == 1  # what it said was lost
+
+
 def test_a_worker_may_open_as_many_files_as_this_machine_allows() -> None:
     most = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
 

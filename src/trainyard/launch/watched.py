@@ -16,6 +16,7 @@ import signal
 import sys
 import traceback
 from collections.abc import Callable
+from contextlib import suppress
 from typing import NoReturn
 
 from trainyard.launch.environment import Process, raise_file_limit, read_process
@@ -50,9 +51,11 @@ def leave_after(work: Callable[[], object]) -> NoReturn:
         signal.signal(signal.SIGINT, signal.SIG_DFL)
         signal.raise_signal(signal.SIGINT)
     except BaseException:
-        traceback.print_exc()
-    sys.stdout.flush()
-    sys.stderr.flush()
+        with suppress(OSError):  # the log's disk may be full
+            traceback.print_exc()
+    for stream in (sys.stdout, sys.stderr):
+        with suppress(OSError):
+            stream.flush()
     os._exit(code)
 
 
