@@ -26,7 +26,6 @@ import typer
 from tests.waiting import SHOW_STACKS, prepare_fork, wait_for
 from typer.testing import CliRunner
 
-
 STACKS: list[int] = []
 
 

@@ -8,6 +8,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 from tests.command import Fork
@@ -125,7 +126,7 @@ def test_a_worker_ends_without_waiting_for_its_threads(ending: str, code: int) -
 
 
 def test_a_worker_ends_though_the_disk_of_its_log_is_full() -> None:
-    with open("/dev/full", "wb") as full:
+    with Path("/dev/full").open("wb") as full:
         command = [sys.executable, "-c", WORK.format(ending="pass")]
         ended = subprocess.run(command, stdout=full, stderr=full, timeout=WATCHDOG_SECONDS)
     assert ended.returncode == 1  # what it said was lost
