@@ -4,8 +4,8 @@
 
 For each corpus, prepared with a tokenizer of 320 tokens, and for a GPT-3-like and a modern decoder
 of 4 blocks of width 80: trains a ladder of five sizes, the largest with about a quarter of the
-parameters, then the target with the recommended learning rate, and with `--rates` times it. The
-ladder has seen none of the target's runs. Two runs at a time, one thread each. With `--folder`,
+parameters, then the targets with the recommended learning rates, and with `--rates` times them. The
+ladders have seen none of the targets' runs. Two runs at a time, one thread each. With `--folder`,
 what is there is not trained again.
 """
 
@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
 import shlex
 import subprocess
@@ -25,13 +26,13 @@ from pathlib import Path
 from measuring import Figures, describe_machine, publish
 
 VOCABULARY = 320
-LADDER = ("--share", "0.25", "--ratio", "1.5")
+LADDER = ("--share", "0.3", "--ratio", "1.7")
 MODEL = f"""\
 [model]
 n_layers = 4
 d_model = 80
-n_heads = 10
-sequence_length = 128
+n_heads = 5
+sequence_length = 64
 vocabulary_size = {VOCABULARY}
 vocabulary_multiple = 64
 """
@@ -48,17 +49,17 @@ bias = false
 }
 REST = """
 [train]
-micro_batch_size = 16
-global_batch_size = 16
-length = "16M tokens"
+micro_batch_size = 32
+global_batch_size = 32
+length = "24M tokens"
 
 [optimizer]
 learning_rate = 2e-3
 
 [schedule]
 minimum_learning_rate = 2e-4
-warmup = "800k tokens"
-decay = "16M tokens"
+warmup = "1.2M tokens"
+decay = "24M tokens"
 
 [precision]
 kind = "fp32"
@@ -95,14 +96,26 @@ def main() -> None:
         folder.mkdir(exist_ok=True)
         record = describe_machine(["torch", "numpy", "scipy"])
         record |= {"runs": {kind: (text + REST).splitlines() for kind, text in FAMILIES.items()}}
+        record["ladder"] = list(LADDER)
         for corpus, text in corpora.items():
             if not (folder / "data" / f"{corpus}.toml").exists():
                 words = ["prepare", str(Path(text).resolve()), "--output", f"data/{corpus}"]
                 call([*words, "--train-tokenizer", str(VOCABULARY)], folder)
-            for family in arguments.families:
-                found = compare(family, corpus, rates, arguments.length, folder)
-                record[f"{family}, {corpus}"] = found
-                print(json.dumps(found), file=sys.stderr, flush=True)
+        pairs = [
+            Pair(each, corpus, arguments.length, folder)
+            for corpus in corpora
+            for each in arguments.families
+        ]
+        for pair in pairs:
+            pair.train_ladder()
+        with ThreadPoolExecutor(2) as pool:
+            # Those that are predicted come first.
+            for factor in sorted(rates, key=lambda rate: abs(math.log(rate))):
+                for pair in pairs:
+                    pool.submit(pair.train, factor)
+        for pair in pairs:
+            record[f"{pair.family}, {pair.corpus}"] = found = pair.compare(rates)
+            print(json.dumps(found), file=sys.stderr, flush=True)
     publish(record, arguments.output)
 
 
@@ -118,66 +131,73 @@ def call(words: list[str], folder: Path) -> str:
     return done.stdout
 
 
-def compare(
-    family: str, corpus: str, rates: list[float], length: str | None, folder: Path
-) -> Figures:
-    """Trains a ladder and its target; compares what one says with what the other does."""
-    name, file = f"{family}-{corpus}", folder / f"{family}.toml"
-    if not file.exists():
-        file.write_text(FAMILIES[family] + REST, encoding="utf-8")
-    lengths = [f"{at}={length}" for at in ("train.length", "schedule.decay") if length]
-    own = [f"name={name}", f"data.blend.prefixes=['data/{corpus}_text_document']", *lengths]
-    words = ["ladder", f"{name}-ladder"]
-    if not (folder / "runs" / f"{name}-ladder" / "set.toml").exists():
-        words = ["ladder", file.name, *own, *LADDER]
-    ladder = json.loads(call([*words, "--at-once", "2", "--json"], folder))
-    expected = json.loads(call(["plan", file.name, *own, "--json"], folder))["expected"]
-    recommended = ladder["learning_rate"][0]
-    tried = [f"{recommended * factor:.4g}" for factor in rates]
-    # The held-out text of the ladder's members: as much of it, in the target's batches.
-    sizes = json.loads((folder / "runs" / f"{name}-ladder" / "ladder.json").read_text())
-    held_out = [f"evaluate.batches={max(1, sizes['held_out'] // 16)}"]
-    own = [*own[1:], *held_out]
-    with ThreadPoolExecutor(2) as pool:
-        losses = dict(
-            zip(
-                tried,
-                pool.map(lambda rate: train(name, rate, own, file, folder), tried),
-                strict=True,
-            )
-        )
-    truth = losses[tried[rates.index(1.0)]]
-    low, high = expected["interval"]
-    member_files = sorted((folder / "runs").glob(f"{name}-ladder-*/plan.json"))
-    plans = [json.loads(path.read_text(encoding="utf-8")) for path in member_files]
-    return {
-        "predicted": round(expected["loss"], 4),
-        "interval": [round(low, 4), round(high, 4)],
-        "problems": expected["problems"],
-        "trained": round(truth, 4),
-        "error": round(expected["loss"] / truth - 1, 4),
-        "in_interval": low <= truth <= high,
-        "parameters": expected["parameters"],
-        "largest": ladder["law"]["largest"],
-        "recommended_rate": [float(f"{rate:.3g}") for rate in ladder["learning_rate"]],
-        "recommended_batch": ladder["batch"],
-        "held_out_by_rate": {rate: round(loss, 4) for rate, loss in losses.items()},
-        "n_runs": len(plans),
-        "tokens": sum(plan["n_tokens"] for plan in plans),
-        "cost_share": round(ladder["cost_share"], 3),
-        "vocabulary": tomllib.loads(file.read_text(encoding="utf-8"))["model"]["vocabulary_size"],
-    }
+class Pair:
+    """A family on a corpus: a ladder, and its target."""
 
+    def __init__(self, family: str, corpus: str, length: str | None, folder: Path) -> None:
+        self.family, self.corpus, self.folder = family, corpus, folder
+        self.name, self.file = f"{family}-{corpus}", folder / f"{family}.toml"
+        if not self.file.exists():
+            self.file.write_text(FAMILIES[family] + REST, encoding="utf-8")
+        lengths = [f"{at}={length}" for at in ("train.length", "schedule.decay") if length]
+        self.own = [f"data.blend.prefixes=['data/{corpus}_text_document']", *lengths]
+        self.ladder: Figures = {}
 
-def train(name: str, rate: str, own: list[str], file: Path, folder: Path) -> float:
-    """Trains the target with a learning rate; returns its held-out loss."""
-    lowest = f"schedule.minimum_learning_rate={float(rate) / 10:.4g}"
-    values = [f"name={name}-{rate}", f"optimizer.learning_rate={rate}", lowest, *own]
-    call(["train", file.name, *values], folder)
-    metrics = folder / "runs" / f"{name}-{rate}" / "metrics.jsonl"
-    lines = map(json.loads, metrics.read_text(encoding="utf-8").splitlines())
-    losses: list[float] = [line["loss"] for line in lines if line["kind"] == "evaluate"]
-    return losses[-1]
+    def train_ladder(self) -> None:
+        words = ["ladder", f"{self.name}-ladder"]
+        if not (self.folder / "runs" / f"{self.name}-ladder" / "set.toml").exists():
+            words = ["ladder", self.file.name, f"name={self.name}", *self.own, *LADDER]
+        self.ladder = json.loads(call([*words, "--at-once", "2", "--json"], self.folder))
+        print(json.dumps({**self.ladder, "law": ""}), file=sys.stderr, flush=True)
+
+    def rate(self, factor: float) -> str:
+        return f"{self.ladder['learning_rate'][0] * factor:.4g}"
+
+    def train(self, factor: float) -> float:
+        """Trains the target with a factor of the recommended rate; returns its held-out loss."""
+        rate = self.rate(factor)
+        metrics = self.folder / "runs" / f"{self.name}-{rate}" / "metrics.jsonl"
+        # The held-out text of the ladder's members: as much of it, in the target's batches.
+        sizes = self.folder / "runs" / f"{self.name}-ladder" / "ladder.json"
+        run = tomllib.loads(self.file.read_text(encoding="utf-8"))
+        batch = run["train"]["global_batch_size"]
+        values = [
+            f"name={self.name}-{rate}",
+            f"optimizer.learning_rate={rate}",
+            f"schedule.minimum_learning_rate={float(rate) / 10:.4g}",
+            f"evaluate.batches={max(1, json.loads(sizes.read_text())['held_out'] // batch)}",
+        ]
+        if not metrics.exists() or '"kind": "end"' not in metrics.read_text(encoding="utf-8"):
+            call(["train", self.file.name, *values, *self.own], self.folder)
+        lines = map(json.loads, metrics.read_text(encoding="utf-8").splitlines())
+        losses: list[float] = [line["loss"] for line in lines if line["kind"] == "evaluate"]
+        return losses[-1]
+
+    def compare(self, rates: list[float]) -> Figures:
+        """Compares what the ladder says with what the target does."""
+        words = ["plan", self.file.name, f"name={self.name}", *self.own, "--json"]
+        expected = json.loads(call(words, self.folder))["expected"]
+        losses = {self.rate(factor): self.train(factor) for factor in rates}
+        truth = losses[self.rate(1.0)]
+        low, high = expected["interval"]
+        member_files = sorted((self.folder / "runs").glob(f"{self.name}-ladder-*/plan.json"))
+        plans = [json.loads(path.read_text(encoding="utf-8")) for path in member_files]
+        return {
+            "predicted": round(expected["loss"], 4),
+            "interval": [round(low, 4), round(high, 4)],
+            "problems": expected["problems"],
+            "trained": round(truth, 4),
+            "error": round(expected["loss"] / truth - 1, 4),
+            "in_interval": low <= truth <= high,
+            "parameters": expected["parameters"],
+            "largest": self.ladder["law"]["largest"],
+            "recommended_rate": [float(f"{rate:.3g}") for rate in self.ladder["learning_rate"]],
+            "recommended_batch": self.ladder["batch"],
+            "held_out_by_rate": {rate: round(loss, 4) for rate, loss in losses.items()},
+            "n_runs": len(plans),
+            "tokens": sum(plan["n_tokens"] for plan in plans),
+            "cost_share": round(self.ladder["cost_share"], 3),
+        }
 
 
 if __name__ == "__main__":

@@ -2,109 +2,148 @@
 
     python benchmarks/parametrization.py novels.jsonl --output parametrization.json
 
-Prepares the text with a tokenizer of 1,024 tokens, then trains GPTs wider and deeper than 2 blocks
-of width 64 at several learning rates: standard; "held embedding", standard with AdamW's rate of
-matrices of blocks divided by the growth of the width, so that embeddings and norms keep theirs; and
-complete_p. The second is what arXiv:2605.21486 finds to be most of the gain of mu-P under AdamW.
-Every cell is the mean training loss of the last tenth of the steps, of one seed, on one thread.
-Shapes are trained in the order given; cells that would begin after --seconds are left out.
+Prepares the text with a tokenizer of 320 tokens, then trains GPTs wider and deeper than 2 blocks of
+width 64: standard; "held", standard with AdamW's rate of matrices of blocks divided by the growth
+of the width, so that embeddings and norms keep theirs, which arXiv:2605.21486 finds to be most of
+the gain of mu-P under AdamW; and complete_p. Each shape tries the best rate of the smallest, and
+rates by factors of two from the best of the shape before, until the best has both neighbours. The
+loss is the mean training loss of the last tenth of the steps, of one seed, two models at a time on
+one thread each. `price` is what a shape loses by the best rate of the smallest.
 """
 
 from __future__ import annotations
 
 import argparse
+import math
+import multiprocessing
 import sys
 import tempfile
 import time
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import torch
-from measuring import describe_machine, publish
+from measuring import Figures, describe_machine, publish
 
 from trainyard import prepare
 from trainyard.architecture import UNSCALED, Multipliers
 from trainyard.config.load import load_run
+from trainyard.config.rules import change
 from trainyard.config.run import Run
 from trainyard.optim.adamw import AdamW
 from trainyard.simulate import parametrization as checking
 
-VOCABULARY = 1024
+VOCABULARY = 320
 BASE = (2, 64)
 STANDARD, HELD, COMPLETE = "standard", "standard, held embedding", "complete_p"
+FIRST_LOG2, MOST_LOG2 = -8, 6
+"""The rate at which the search begins; and the farthest that it goes from there."""
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("corpus", type=Path, help="text that `trainyard prepare` reads")
-    parser.add_argument("--widths", default="64,128,256")
-    parser.add_argument("--depths", default="2,4,8")
-    parser.add_argument("--rates", default="1e-3,2e-3,4e-3,8e-3,1.6e-2,3.2e-2")
-    parser.add_argument("--steps", type=int, default=60)
-    parser.add_argument("--seconds", type=float, default=900)
+    parser.add_argument("--widths", default="64,128,256,512,1024")
+    parser.add_argument("--depths", default="2,4,8,16")
+    parser.add_argument("--kinds", nargs="+", default=[STANDARD, HELD, COMPLETE])
+    parser.add_argument("--steps", type=int, default=400)
     parser.add_argument("--output", type=Path)
     given = parser.parse_args()
-    torch.set_num_threads(1)
     widths, depths = (
         [int(word) for word in text.split(",")] for text in (given.widths, given.depths)
     )
-    rates = [float(word) for word in given.rates.split(",")]
-    shapes = {"width": [(BASE[0], n) for n in widths], "depth": [(n, BASE[1]) for n in depths]}
-    cells = [
-        (kind, shape, rate)
-        for shape in dict.fromkeys(shapes["width"] + shapes["depth"])
-        for kind in (STANDARD, HELD, COMPLETE)
-        for rate in rates
-        if kind != HELD or shape in shapes["width"]
-    ]
-    start = time.monotonic()
-    losses: dict[tuple[str, tuple[int, int], float], float] = {}
-    left_out = []
-    with tempfile.TemporaryDirectory() as folder:
+    shapes = {"depth": [(n, BASE[1]) for n in depths], "width": [(BASE[0], n) for n in widths]}
+    started, record = time.monotonic(), describe_machine(["torch", "numpy"])
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        ProcessPoolExecutor(
+            2, multiprocessing.get_context("spawn"), torch.set_num_threads, (1,)
+        ) as pool,
+    ):
         prepared = prepare(given.corpus, f"{folder}/text", vocabulary_size=VOCABULARY)
         run = load_run(str(prepared.run_file), ["optimizer.weight_decay=0.1"]).run
-        for kind, shape, rate in cells:
-            if time.monotonic() - start > given.seconds:
-                left_out.append(f"{kind}, {shape[0]} x {shape[1]}, rate {rate:g}")
-                continue
-            parametrization = COMPLETE if kind == COMPLETE else STANDARD
-            small = checking.reshape(run, shape, BASE, parametrization, given.steps)
-            settings = small.optimizer.model_copy(update={"learning_rate": rate})
-            small = small.model_copy(update={"optimizer": settings})
-            losses[kind, shape, rate] = train(small, held=kind == HELD)
-            print(
-                kind, shape, rate, f"{losses[kind, shape, rate]:.3f}", file=sys.stderr, flush=True
-            )
-    record = describe_machine(["torch", "numpy"])
-    record |= {"cpu_seconds": round(time.process_time()), "steps": given.steps, "rates": rates}
-    for axis, wanted in shapes.items():
-        for kind in (STANDARD, HELD, COMPLETE):
-            wanted = sorted(wanted)
-            whole = [s for s in wanted if all((kind, s, rate) in losses for rate in rates)]
-            found = [[losses[kind, shape, rate] for rate in rates] for shape in whole]
-            best = [checking.best_rate(rates, row) for row in found]
-            if len(best) > 1:
-                record[f"{kind}, {axis}"] = {
-                    "losses": {
-                        f"{shape[0]} x {shape[1]}": [round(loss, 4) for loss in row]
-                        for shape, row in zip(whole, found, strict=True)
-                    },
-                    "best": [float(f"{rate:.3g}") for rate in best],
-                    "drift": round(max(best) / min(best), 2),
-                    "price": price(rates, found, best),
-                }
-    publish(record | {"left_out": left_out}, given.output)
+        for axis, wanted in shapes.items():
+            kinds = [kind for kind in given.kinds if axis == "width" or kind != HELD]
+            searches = [Search(run, kind, given.steps) for kind in kinds]
+            for shape in wanted:
+                for search in searches:
+                    search.begin(shape)
+                # The kinds take turns: what one waits for, another trains.
+                while asked := [(s, log2) for s in searches for log2 in s.missing()]:
+                    runs = [search.build(log2) for search, log2 in asked]
+                    held = [search.kind == HELD for search, _ in asked]
+                    for (search, log2), loss in zip(
+                        asked, pool.map(train, runs, held), strict=True
+                    ):
+                        search.losses[shape][log2] = loss
+                        print(search.kind, shape, 2.0**log2, f"{loss:.4f}", file=sys.stderr)
+                for search in searches:
+                    record[f"{search.kind}, {axis}"] = search.describe()
+                seconds = round(time.monotonic() - started)
+                publish(record | {"steps": given.steps, "seconds": seconds}, given.output)
 
 
-def price(rates: list[float], losses: list[list[float]], best: list[float]) -> list[float]:
-    """Returns what each shape loses by the best rate of the smallest, between measured rates."""
-    return [
-        round(float(np.interp(np.log(best[0]), np.log(rates), row)) - min(row), 4) for row in losses
-    ]
+class Search:
+    """The best rate of one kind, shape after shape."""
+
+    def __init__(self, run: Run, kind: str, n_steps: int) -> None:
+        self.run, self.kind, self.n_steps = run, kind, n_steps
+        self.losses: dict[checking.Shape, dict[int, float]] = {}
+        """By shape and log2 of the rate."""
+        self.around = FIRST_LOG2
+
+    def begin(self, shape: checking.Shape) -> None:
+        self.around = self.best(self.shape) if self.losses else FIRST_LOG2
+        self.losses[shape] = {}
+
+    @property
+    def shape(self) -> checking.Shape:
+        """The one that is searched now."""
+        return [*self.losses][-1]
+
+    def best(self, shape: checking.Shape) -> int:
+        found = self.losses[shape]
+        return min(found, key=found.__getitem__)
+
+    def missing(self) -> list[int]:
+        """Lists the rates to try next, by their log2."""
+        found = self.losses[self.shape]
+        middle = self.best(self.shape) if found else self.around
+        wanted = [middle - 1, middle, middle + 1]
+        wanted += [self.best(shape) for shape in [*self.losses][:1] if self.losses[shape]]
+        wanted = [n for n in dict.fromkeys(wanted) if n not in found]
+        return [n for n in wanted if abs(n - FIRST_LOG2) <= MOST_LOG2]
+
+    def build(self, log2: int) -> Run:
+        parametrization = COMPLETE if self.kind == COMPLETE else STANDARD
+        small = checking.reshape(self.run, self.shape, BASE, parametrization, self.n_steps)
+        return change(small, {"optimizer.learning_rate": 2.0**log2})
+
+    def describe(self) -> Figures:
+        best, prices, lowest = [], [], []
+        first = self.best(next(iter(self.losses)))
+        for found in self.losses.values():
+            tried = sorted(found)
+            rates = [2.0**log2 for log2 in tried]
+            best.append(float(f"{checking.best_rate(rates, [found[n] for n in tried]):.3g}"))
+            lowest.append(round(min(found.values()), 4))
+            prices.append(round(found[first] - min(found.values()), 4))
+        table = {
+            f"{shape[0]} x {shape[1]}": {f"{2.0**n:.3g}": round(found[n], 4) for n in sorted(found)}
+            for shape, found in self.losses.items()
+        }
+        return {
+            "losses": table,
+            "best": best,
+            "drift": round(max(best) / min(best), 2),
+            "lowest": lowest,
+            "price": prices,
+        }
 
 
-def train(run: Run, *, held: bool) -> float:
+def train(run: Run, held: bool) -> float:
     """Trains a run, and returns its loss; `held`: with rates of matrices of blocks by width."""
     context = checking._build_context(run)
     if held:
@@ -118,7 +157,8 @@ def train(run: Run, *, held: bool) -> float:
         )
         context = replace(context, optimizer=optimizer)
     losses = checking._train(context)
-    return float(np.mean(losses[-max(1, len(losses) // 10) :]))
+    loss = float(np.mean(losses[-max(1, len(losses) // 10) :]))
+    return loss if math.isfinite(loss) else math.inf
 
 
 if __name__ == "__main__":
