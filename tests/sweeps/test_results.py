@@ -87,7 +87,7 @@ def test_an_unequal_number_of_seeds(make_set: MakeSet) -> None:
 def test_runs_without_a_loss_have_no_rank(make_set: MakeSet) -> None:
     """A loss that is not a number is none, even if an earlier one was."""
     results = read_results(make_set([f"{RATE}=1e-3,2e-3"], [NAN, None]))
-    assert (results.verdict, results.best) == ("no run is done yet", None)
+    assert (results.verdict, results.ranked) == ("no run is done yet", [])
     assert [one.state for one in results.members] == ["done", "not started"]
     assert [one.loss for one in results.members] == [None, None]
 

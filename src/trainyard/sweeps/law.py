@@ -29,6 +29,7 @@ from numpy.typing import ArrayLike, NDArray
 
 from trainyard.errors import DataError
 from trainyard.extras import require
+from trainyard.units import format_large
 
 Array = NDArray[np.float64]
 
@@ -112,6 +113,43 @@ class Law(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         asked = {"parameters": parameters, "tokens": tokens, "flop": 6 * parameters * tokens}
         return {name: asked[name] / most for name, most in self.largest.items()}
 
+    def answer(self, parameters: float, tokens: float) -> dict[str, Any]:
+        """Returns what is known of a run: its loss, why it cannot be trusted, reach and optimum.
+
+        The loss is None if it cannot be trusted, and so is the best run of as many FLOP.
+        """
+        problems, optimum = self.problems(parameters, tokens), None
+        if not self.ratio:
+            best = self.optimum(6.0 * parameters * tokens)
+            n, d, loss = (one.value for one in best.values())
+            if not self.problems(n, d):
+                optimum = {"parameters": n, "tokens": d, "loss": loss}
+        return {
+            "parameters": parameters,
+            "tokens": tokens,
+            "loss": None if problems else self.predict(parameters, tokens),
+            "problems": problems,
+            "reach": self.reach(parameters, tokens),
+            "optimum": optimum,
+        }
+
+    def describe(self, parameters: float, tokens: float) -> list[str]:
+        """Says what `answer` returns, for people."""
+        found = self.answer(parameters, tokens)
+        lines = [f"not predicted: {problem}" for problem in found["problems"]]
+        if found["loss"]:
+            value, low, high = found["loss"]
+            lines.append(f"{value:.4f} held out ({low:.4f} to {high:.4f}, 90 %)")
+        if best := found["optimum"]:
+            n, d = format_large(best["parameters"]), format_large(best["tokens"])
+            lines.append(
+                f"{tokens / parameters:.3g} tokens per parameter; for the same FLOP, "
+                f"{n} parameters on {d} tokens reach {best['loss']:.4f}"
+            )
+        times = ", ".join(f"{value:.3g} times the {name}" for name, value in found["reach"].items())
+        largest = f"the largest of {self.n_runs} runs in {self.n_sizes} sizes"
+        return [*lines, f"reach: {times} of {largest}"]
+
     def problems(self, parameters: float, tokens: float) -> list[str]:
         """Says why a prediction cannot be trusted, each with a hint; empty if it can."""
         value, low, high = self.predict(parameters, tokens)
@@ -132,6 +170,11 @@ class Law(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             limit = f"and all runs have {self.ratio:.3g}: ask for that, or train other lengths"
             found.append(f"{own:.3g} tokens per parameter, {limit}")
         return found
+
+
+def to_json(found: Any) -> str:
+    """Returns indented JSON, with a newline at its end."""
+    return msgspec.json.format(msgspec.json.encode(found)).decode() + "\n"
 
 
 def fit_law(

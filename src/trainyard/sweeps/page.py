@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from dataclasses import replace
 from html import escape
 from pathlib import Path
@@ -21,7 +22,7 @@ from trainyard.sweeps.results import (
     tabulate_effects,
     tabulate_settings,
 )
-from trainyard.sweeps.sets import LAW_PICTURE, SEED, as_number
+from trainyard.sweeps.sets import LAW_PICTURE, SEED
 
 MOST_CURVES = 12
 MOST_LABELS, LABEL_CHARACTERS = 6, 14
@@ -49,7 +50,7 @@ def write_set_report(results: SetResults, output: Path) -> None:
     n_fields = len(results.run_set.fields)
     heads, *settings = (row[n_fields:] for row in tabulate_settings(results))
     rows = dict(zip((_shorten(one.values) for one in results.settings), settings, strict=False))
-    best = {(next(iter(rows)), 0)} if results.best else ()
+    best = {(next(iter(rows)), 0)} if results.ranked else ()
     main = f"<h2>Settings, best first</h2>\n{render_table(rows, heads, best, 'values')}"
     main += "".join(f'\n<p class="muted">{escape(text)}.</p>' for text in describe_others(results))
     main += "\n" + "\n".join(_render_effects(results))
@@ -83,12 +84,13 @@ def _render_effects(results: SetResults) -> Iterator[str]:
     if not fields:
         return
     yield "<h2>What each field does</h2>"
-    if pictures := {field: svg for field in fields if (svg := draw_effect(results, field))}:
+    with suppress(ModuleNotFoundError):  # the page needs no matplotlib
+        pictures = [draw_effect(results, field) for field in fields]
         yield (
             '<p class="muted">A point for the last held-out loss of each run that is done; '
             'the line joins their means.</p>\n<div class="plots">'
         )
-        for field, svg in pictures.items():
+        for field, svg in zip(fields, pictures, strict=True):
             caption = f"<figcaption>{escape(field)}</figcaption>"
             yield f'<figure class="card">{caption}{svg}</figure>'
         yield "</div>"
@@ -99,40 +101,29 @@ def _render_effects(results: SetResults) -> Iterator[str]:
 
 
 def draw_effect(results: SetResults, field: str) -> str:
-    """Draws the losses of all members that are done over a field, as SVG for a page.
+    """Draws the losses of all members that are done over a field, as SVG for a page."""
+    from matplotlib.figure import Figure
 
-    Returns:
-        nothing where matplotlib is missing.
-    """
-    try:
-        from matplotlib.figure import Figure
+    from trainyard.report import pictures
 
-        from trainyard.report import pictures
-    except ModuleNotFoundError:
-        return ""
     colours = pictures.RUN_COLOURS
-    effects = [effect for effect in results.effects if effect.field == field]
-    numbers = [as_number(effect.value) for effect in effects]
-    at = [x for x in numbers if isinstance(x, float)]
-    if is_category := len(at) < len(numbers):
-        at = [float(place) for place in range(len(numbers))]
-    places = {effect.value: x for effect, x in zip(effects, at, strict=True)}
-    done = [
-        (places[one.member.values[field]], one.loss)
-        for one in results.members
-        if one.is_done and one.loss is not None
-    ]
-    means = sorted((places[effect.value], effect.mean) for effect in effects)
+    means = {one.value: one.mean for one in results.effects if one.field == field}
+    try:
+        places = {value: float(value) for value in means}
+    except ValueError:  # words, at equal distances
+        places = {value: float(number) for number, value in enumerate(means)}
+    shown = sorted(places, key=places.__getitem__)
+    done = [(places[one.values[field]], loss) for one in results.settings for loss in one.losses]
     with pictures.drawing_style():
         figure = Figure(figsize=PANEL_INCHES, layout="constrained")
         axes = figure.add_subplot()
-        if min(at) > 0 and not is_category:
+        if places[shown[0]] > 0:
             axes.set_xscale("log")
-        axes.plot([x for x, _ in done], [y for _, y in done], "o", color=colours[0], alpha=0.6)
-        axes.plot([x for x, _ in means], [y for _, y in means], color=colours[1], linewidth=1.3)
+        axes.plot(*zip(*done, strict=True), "o", color=colours[0], alpha=0.6)
+        line = [places[value] for value in shown], [means[value] for value in shown]
+        axes.plot(*line, color=colours[1], linewidth=1.3)
         axes.set_ylabel("held-out loss")
         axes.minorticks_off()
-        shown = sorted(places, key=places.__getitem__)
         shown = shown if len(shown) <= MOST_LABELS else [shown[0], shown[-1]]
         labels = [value.strip("'\"")[:LABEL_CHARACTERS] for value in shown]
         axes.set_xticks([places[value] for value in shown], labels, parse_math=False)

@@ -29,7 +29,7 @@ from trainyard.checkpoint.resume import run_changes
 from trainyard.config.load import load_run, parse_toml, render_run
 from trainyard.config.rules import change
 from trainyard.config.run import Run
-from trainyard.errors import ConfigError, explain_failure
+from trainyard.errors import ConfigError
 from trainyard.files import publish_text, read_file
 from trainyard.launch.lock import hold
 from trainyard.planning.shorten import follow_length
@@ -137,24 +137,21 @@ def split_axes(overrides: Sequence[str]) -> tuple[list[str], dict[str, list[str]
     Raises:
         ConfigError: one is not of this form, or its field is there twice.
     """
-    shared: list[str] = []
+    given: dict[str, str] = {}
     axes: dict[str, list[str]] = {}
-    fields: set[str] = set()
     for text in overrides:
         field, equals, value = text.partition("=")
         field, values = field.strip(), split_values(value)
         if not equals:
             raise ConfigError(f"{text!r} is not of the form section.field=value,value")
-        if field in fields:
+        if field in given:
             raise ConfigError(f"{field} is given twice", f"{field}=value,value")
-        fields.add(field)
+        given[field] = text
         if len(values) > 1 or _RANGE.fullmatch(values[0]):
             axes[field] = values
-        else:
-            shared.append(text)
     if "name" in axes:
         raise ConfigError("name names one run", "--name NAME names the set, and so its runs")
-    return shared, axes
+    return [text for field, text in given.items() if field not in axes], axes
 
 
 def split_values(text: str) -> list[str]:
@@ -329,8 +326,7 @@ def write_set(run_set: RunSet, runs: Mapping[str, Run]) -> None:
         if taken:
             problem = f"{taken[0]} is a run that is not in the set {run_set.name}"
             raise ConfigError(problem, "--name NAME gives the set another name")
-        with explain_failure(f"{run_set.folder} cannot be written", "free some space"):
-            (run_set.folder / MEMBERS).mkdir(exist_ok=True)
+        (run_set.folder / MEMBERS).mkdir(exist_ok=True)
         for member in run_set.members:
             if member.name in runs:
                 publish_text(run_set.run_file(member), render_run(runs[member.name]))
