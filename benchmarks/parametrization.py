@@ -28,6 +28,7 @@ from trainyard.architecture import UNSCALED, Multipliers
 from trainyard.config.load import load_run
 from trainyard.config.run import Run
 from trainyard.optim.adamw import AdamW
+from trainyard.planning.ladder import find_minimum
 from trainyard.simulate import parametrization as checking
 
 VOCABULARY = 1024
@@ -83,7 +84,7 @@ def main() -> None:
             wanted = sorted(wanted)
             whole = [s for s in wanted if all((kind, s, rate) in losses for rate in rates)]
             found = [[losses[kind, shape, rate] for rate in rates] for shape in whole]
-            best = [checking.best_rate(rates, row) for row in found]
+            best = [find_minimum(dict(zip(rates, row, strict=True))) for row in found]
             if len(best) > 1:
                 record[f"{kind}, {axis}"] = {
                     "losses": {

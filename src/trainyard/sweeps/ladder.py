@@ -39,7 +39,7 @@ from trainyard.config import rules
 from trainyard.config.run import Model, Parallel, Run
 from trainyard.errors import ConfigError
 from trainyard.layout.resolve import resolve
-from trainyard.planning.ladder import find_minimum
+from trainyard.planning.ladder import CHANGED_FIELDS, find_minimum
 from trainyard.units import Length, parse_shares
 
 LENGTHS = (0.5, 1.0, 2.0)
@@ -62,12 +62,7 @@ OF_MEMBERS: rules.Changes = {
 }
 """One device, a constant batch, and all but the end left out."""
 FAMILY = {"model", "data", "tokenizer", "optimizer", "precision"}
-"""Sections that all sizes share, but for `SIZED` and the learning rate."""
-SIZED = (
-    *("n_layers", "d_model", "n_heads", "d_head", "n_key_value_heads", "d_ff", "d_expert"),
-    *("n_dense_blocks",),
-)
-"""Fields of `model` that a size sets."""
+"""Sections that all sizes share, but for the shape of the model and the learning rate."""
 
 
 class Rung(msgspec.Struct, frozen=True):
@@ -385,7 +380,8 @@ def count_held_out(run: Run, sizes: Mapping[str, int]) -> int:
 
 def family_of(run: Run) -> dict[str, object]:
     """Returns what a run shares with the members of its ladder."""
-    own = {"model": {*SIZED}, "optimizer": {"learning_rate"}}
+    sized = {name.removeprefix("model.") for name in CHANGED_FIELDS if name.startswith("model.")}
+    own = {"model": sized, "optimizer": {"learning_rate"}}
     return run.model_dump(mode="json", include=FAMILY, exclude=own)
 
 

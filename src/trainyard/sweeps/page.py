@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from dataclasses import replace
@@ -25,8 +24,6 @@ from trainyard.sweeps.results import (
 from trainyard.sweeps.sets import LAW_PICTURE, SEED
 
 MOST_CURVES = 12
-MOST_LABELS, LABEL_CHARACTERS = 6, 14
-PANEL_INCHES = (3.2, 2.1)
 
 
 def write_set_report(results: SetResults, output: Path) -> None:
@@ -44,7 +41,7 @@ def write_set_report(results: SetResults, output: Path) -> None:
     heading += f'<p class="muted">{escape(describe_state(results))}.</p>'
     picture = results.run_set.folder / LAW_PICTURE
     if picture.exists():
-        svg = read_file(picture).decode(errors="replace").partition("<svg ")[2]
+        svg = read_file(picture).decode(errors="replace")
         label = "Loss over compute: runs, the law fitted to them, and the prediction"
         heading += f'\n<figure class="card">{_fit_page(svg, label, "60rem")}</figure>'
     n_fields = len(results.run_set.fields)
@@ -85,14 +82,15 @@ def _render_effects(results: SetResults) -> Iterator[str]:
         return
     yield "<h2>What each field does</h2>"
     with suppress(ModuleNotFoundError):  # the page needs no matplotlib
-        pictures = [draw_effect(results, field) for field in fields]
+        from trainyard.sweeps.picture import draw_effect
+
         yield (
             '<p class="muted">A point for the last held-out loss of each run that is done; '
             'the line joins their means.</p>\n<div class="plots">'
         )
-        for field, svg in zip(fields, pictures, strict=True):
-            caption = f"<figcaption>{escape(field)}</figcaption>"
-            yield f'<figure class="card">{caption}{svg}</figure>'
+        for field in fields:
+            svg = _fit_page(draw_effect(results, field), field, "26rem")
+            yield f'<figure class="card"><figcaption>{escape(field)}</figcaption>{svg}</figure>'
         yield "</div>"
     heads, *effects = tabulate_effects(results)
     if effects:
@@ -100,43 +98,9 @@ def _render_effects(results: SetResults) -> Iterator[str]:
         yield "<br>\n" + render_table(rows, heads[2:], css="values")
 
 
-def draw_effect(results: SetResults, field: str) -> str:
-    """Draws the losses of all members that are done over a field, as SVG for a page."""
-    from matplotlib.figure import Figure
-
-    from trainyard.report import pictures
-
-    colours = pictures.RUN_COLOURS
-    means = {one.value: one.mean for one in results.effects if one.field == field}
-    try:
-        places = {value: float(value) for value in means}
-    except ValueError:  # words, at equal distances
-        places = {value: float(number) for number, value in enumerate(means)}
-    shown = sorted(places, key=places.__getitem__)
-    done = [(places[one.values[field]], loss) for one in results.settings for loss in one.losses]
-    with pictures.drawing_style():
-        figure = Figure(figsize=PANEL_INCHES, layout="constrained")
-        axes = figure.add_subplot()
-        if places[shown[0]] > 0:
-            axes.set_xscale("log")
-        axes.plot(*zip(*done, strict=True), "o", color=colours[0], alpha=0.6)
-        line = [places[value] for value in shown], [means[value] for value in shown]
-        axes.plot(*line, color=colours[1], linewidth=1.3)
-        axes.set_ylabel("held-out loss")
-        axes.minorticks_off()
-        shown = shown if len(shown) <= MOST_LABELS else [shown[0], shown[-1]]
-        labels = [value.strip("'\"")[:LABEL_CHARACTERS] for value in shown]
-        axes.set_xticks([places[value] for value in shown], labels, parse_math=False)
-        file = io.StringIO()
-        figure.savefig(file, format="svg", transparent=True, metadata={"Date": None})
-    svg = file.getvalue().partition("<svg ")[2]
-    for name, colour in (*pictures.HEX_OF_COLOUR.items(), ("text", pictures.TEXT)):
-        svg = svg.replace(colour, f"var(--{name})")
-    return _fit_page(svg, field, "26rem")
-
-
 def _fit_page(svg: str, label: str, most: str) -> str:
-    """Returns a picture, from its attributes on, that shrinks with the page."""
+    """Returns a picture that shrinks with the page."""
     style = f"width: 100%; height: auto; max-width: {most}"
     size = f'role="img" aria-label="{escape(label)}" style="{style}"'
-    return f"<svg {size} " + svg.replace(' height="', ' data-height="', 1)
+    attributes = svg.partition("<svg ")[2].replace(' height="', ' data-height="', 1)
+    return f"<svg {size} {attributes}"

@@ -263,23 +263,20 @@ def build_set(
     base = load_run(run_file, [*shared, *named]).run
     settings = expand(axes, n_seeds, n_drawn, base.train.seed)
     folder = RUNS / (name or f"{base.name}-sweep")
-    members = [*read_set(folder).members] if is_set(folder) else []
-    if members and members[0].values.keys() != settings[0].keys():
+    known = read_set(folder) if is_set(folder) else RunSet(folder, [])
+    if known.members and known.members[0].values.keys() != settings[0].keys():
         raise ConfigError(
-            f"{folder} varies {', '.join(RunSet(folder, members).fields) or 'the seed'} alone",
+            f"{folder} varies {', '.join(known.fields) or 'the seed'} alone",
             "--name NAME makes another set",
         )
-    by_values = {_identify(member.values): member for member in members}
+    members = {_identify(member.values): member for member in known.members}
     runs: dict[str, Run] = {}
     for values in settings:
         own = [*shared, *(f"{field}={value}" for field, value in values.items())]
         run = follow_length(load_run(run_file, own).run, run_file, own, None)
-        member = by_values.get(_identify(values))
-        if member is None:
-            member = Member(folder.with_name(f"{folder.name}-{len(members) + 1:02}"), values)
-            by_values[_identify(values)] = member
-            members.append(member)
-        elif member.name in runs:
+        new = Member(folder.with_name(f"{folder.name}-{len(members) + 1:02}"), values)
+        member = members.setdefault(_identify(values), new)
+        if member.name in runs:
             raise ConfigError("the same values twice: " + " ".join(own[len(shared) :]))
         runs[member.name] = change(run, {"name": member.name})
     if any(run.evaluate.batches == 0 for run in runs.values()):
@@ -290,7 +287,7 @@ def build_set(
             "losses of different tokenizers or held-out texts cannot be compared",
             "give all runs one tokenizer, and one data.valid",
         )
-    return RunSet(folder, members), runs
+    return RunSet(folder, [*members.values()]), runs
 
 
 def _identify(values: Mapping[str, str]) -> frozenset[tuple[str, float | str]]:
