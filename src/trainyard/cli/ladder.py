@@ -14,8 +14,7 @@ from trainyard.log import build_console, facts_table
 from trainyard.units import format_figure, format_large, parse_count
 
 if TYPE_CHECKING:
-    from trainyard.sweeps.law import Estimate, Law
-    from trainyard.sweeps.points import Points
+    from trainyard.sweeps.law import Estimate, Law, Points
 
 
 def ladder(
@@ -93,7 +92,7 @@ def ladder(
         refuse_picture(picture, is_of_plan=True)
         require("matplotlib")
     if run_file.endswith(".csv"):
-        from trainyard.sweeps.points import read_points
+        from trainyard.sweeps.law import read_points
 
         read = read_points(Path(run_file), where or [], loss, parameters)
         _fit_points(read, at or [], flop or [], picture, as_json=as_json)

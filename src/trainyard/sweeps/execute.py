@@ -260,7 +260,7 @@ class Execution:
             one.claim.close()
             name, code = one.member.name, one.process.returncode
             if code == 0:
-                n_done = len(self.run_set.members) - self._count_left()
+                n_done = sum(is_done(self.run_set, each) for each in self.run_set.members)
                 logger.info("%s is done: %d of %d", name, n_done, len(self.run_set.members))
             elif self._stopped_with or self.run_set.why_stopped(one.member):
                 continue
@@ -276,9 +276,6 @@ class Execution:
                     self._failed[name] = code
         return bool(ended)
 
-    def _count_left(self) -> int:
-        return sum(not is_done(self.run_set, member) for member in self.run_set.members)
-
     def _note_hopeless(self, member: Member, why: str) -> None:
         folder = self.run_set.folder / STOPPED
         folder.mkdir(exist_ok=True)
@@ -286,7 +283,7 @@ class Execution:
         logger.info("%s is stopped early: %s", member.name, why)
 
     def _report(self) -> int:
-        n_left = self._count_left()
+        n_left = sum(not is_done(self.run_set, member) for member in self.run_set.members)
         if self._stopped_with:
             logger.info("stopped: the same command continues; %d are left", n_left)
             return self._stopped_with

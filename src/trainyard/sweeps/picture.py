@@ -19,8 +19,7 @@ from trainyard.report.pictures import (
     drawing_style,
     save_picture,
 )
-from trainyard.sweeps.law import Law
-from trainyard.sweeps.points import Points
+from trainyard.sweeps.law import Law, Points
 from trainyard.sweeps.results import SetResults
 from trainyard.units import format_large
 

@@ -27,15 +27,8 @@ from trainyard.files import publish_text, read_file
 from trainyard.launch.lock import hold
 from trainyard.layout.resolve import resolve
 from trainyard.sweeps import sets
-from trainyard.sweeps.ladder import (
-    Ladder,
-    LadderSizes,
-    Rung,
-    count_parameters,
-    family_of,
-)
-from trainyard.sweeps.law import Estimate, Law, fit_law, to_json
-from trainyard.sweeps.points import Points
+from trainyard.sweeps.ladder import Ladder, LadderSizes, Rung, count_parameters, family_of
+from trainyard.sweeps.law import Estimate, Law, Points, fit_law, to_json
 from trainyard.sweeps.results import read_results
 from trainyard.training.run_folder import RUNS, open_run
 from trainyard.units import format_large
@@ -115,19 +108,18 @@ def write_ladder(ladder: Ladder) -> sets.RunSet:
         UserError: what the target reads is missing.
     """
     folder, target = RUNS / f"{ladder.target.name}{ENDING}", render_run(ladder.target)
-    if is_ladder(folder):
-        known = sets.read_set(folder)
-        if render_run(open_ladder(folder).target) == target:
-            return known
+    if not is_ladder(folder):
+        open_run(folder, run=ladder.target).refuse_missing_inputs()
+        folder.mkdir(parents=True, exist_ok=True)
+        publish_text(folder / TARGET, target)
+        publish_text(folder / SIZES, to_json(ladder.sizes))
+        grow_ladder(folder)
+    elif render_run(open_ladder(folder).target) != target:
         raise DataError(
             f"{folder} is the ladder of another {ladder.target.name}",
             f"continue it: trainyard ladder {folder}; or give the run another name",
         )
-    open_run(folder, run=ladder.target).refuse_missing_inputs()
-    folder.mkdir(parents=True, exist_ok=True)
-    publish_text(folder / TARGET, target)
-    publish_text(folder / SIZES, to_json(ladder.sizes))
-    return grow_ladder(folder) or sets.read_set(folder)
+    return sets.read_set(folder)
 
 
 def grow_ladder(folder: Path) -> sets.RunSet | None:
