@@ -82,3 +82,11 @@ def test_mistakes_are_named(words: tuple[str, ...], message: str, folder: Path) 
     assert message in done.stderr and "hint: " in done.stderr
     missing = trainyard("ladder", "none.csv", folder=folder)
     assert missing.returncode == 2 and "cannot read none.csv" in missing.stderr
+
+
+def test_a_target_that_does_not_fit_is_named(tmp_path: Path) -> None:
+    words = ("ladder", "gpt3-175b", "--gpu", "h100-80g", "--gpus", "8", "--dry-run")
+    done = trainyard(*words, folder=tmp_path)
+    assert done.returncode == 2
+    assert "gpt3-175b: no layout fits on 8 devices" in done.stderr
+    assert "one fits on 64 devices with" in done.stderr
