@@ -33,6 +33,7 @@ from trainyard.config.load import load_run
 from trainyard.config.rules import change
 from trainyard.config.run import Run
 from trainyard.optim.adamw import AdamW
+from trainyard.planning.ladder import find_minimum
 from trainyard.simulate import parametrization as checking
 
 VOCABULARY = 320
@@ -127,7 +128,11 @@ class Search:
         for found in self.losses.values():
             tried = sorted(found)
             rates = [2.0**log2 for log2 in tried]
-            best.append(float(f"{checking.best_rate(rates, [found[n] for n in tried]):.3g}"))
+            best.append(
+                float(
+                    f"{find_minimum(dict(zip(rates, (found[n] for n in tried), strict=True))):.3g}"
+                )
+            )
             lowest.append(round(min(found.values()), 4))
             prices.append(round(found[first] - min(found.values()), 4))
         table = {

@@ -8,7 +8,7 @@ import os
 import re
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, Protocol, TextIO
 
@@ -117,6 +117,24 @@ def facts_table(title: str, facts: dict[str, str]) -> Table:
     for name, value in facts.items():
         table.add_row(Text(escape(name)), Text(escape(value)))
     return table
+
+
+def align(rows: Sequence[Sequence[str]], right: Collection[int] = ()) -> list[str]:
+    """Formats rows of cells as columns that are two spaces apart.
+
+    Args:
+        rows: of equal length.
+        right: numbers of the columns that are aligned at their right edge, as numbers are.
+    """
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    lines = []
+    for row in rows:
+        cells = [
+            cell.rjust(width) if number in right else cell.ljust(width)
+            for number, (cell, width) in enumerate(zip(row, widths, strict=True))
+        ]
+        lines.append("  ".join(cells).rstrip())
+    return lines
 
 
 class _Unescaped:

@@ -34,12 +34,17 @@ def test_a_large_run_is_predicted_and_drawn(folder: Path) -> None:
     assert done.returncode == 0, done.stderr
     assert done.stdout.startswith("15 runs of 5 sizes; 90 % intervals\n")
     lines = done.stdout.splitlines()
-    (answer,) = [line for line in lines if line.startswith("1B on 20B tokens: loss 2.286 (2.2")]
-    assert answer.endswith("; 6.25 times the largest parameters, 1.56 tokens, 9.77 FLOP")
+    place = lines.index("1B parameters on 20B tokens:")
+    assert lines[place + 1].startswith("  2.286")
+    assert lines[place + 2].startswith("  20 tokens per parameter; for the same FLOP, ")
+    assert lines[place + 3] == (
+        "  reach: 6.25 times the parameters, 1.56 times the tokens, 9.77 times the flop of the "
+        "largest of 15 runs in 5 sizes"
+    )
     assert " best for 1e+20 FLOP " in done.stdout
-    (refused,) = [i for i, line in enumerate(lines) if line.startswith("90B on 20B tokens: not ")]
-    reasons = [line for line in lines[refused + 1 :] if line.startswith("  ")]
-    assert "  562 times the largest run, tested to 30: add a larger one" in reasons
+    reasons = lines[lines.index("90B parameters on 20B tokens:") + 1 :]
+    reason = "562 times the largest run, tested to 30: add a larger one"
+    assert f"  not predicted: {reason}" in reasons
     assert "left out broken: its loss is nan" in lines
     assert done.stderr == "wrote law.png\n"
     assert (folder / "law.png").read_bytes().startswith(b"\x89PNG")
@@ -77,3 +82,11 @@ def test_mistakes_are_named(words: tuple[str, ...], message: str, folder: Path) 
     assert message in done.stderr and "hint: " in done.stderr
     missing = trainyard("ladder", "none.csv", folder=folder)
     assert missing.returncode == 2 and "cannot read none.csv" in missing.stderr
+
+
+def test_a_target_that_does_not_fit_is_named(tmp_path: Path) -> None:
+    words = ("ladder", "gpt3-175b", "--gpu", "h100-80g", "--gpus", "8", "--dry-run")
+    done = trainyard(*words, folder=tmp_path)
+    assert done.returncode == 2
+    assert "gpt3-175b: no layout fits on 8 devices" in done.stderr
+    assert "one fits on 64 devices with" in done.stderr

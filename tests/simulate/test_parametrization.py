@@ -12,7 +12,7 @@ from tests.command import trainyard
 from trainyard import architecture
 from trainyard.config.load import load_run
 from trainyard.simulate import parametrization as subject
-from trainyard.simulate.parametrization import ScalingTable, best_rate, compare_shapes, reshape
+from trainyard.simulate.parametrization import ScalingTable, compare_shapes, reshape
 
 
 def test_exponents_are_slopes_of_logarithms() -> None:
@@ -27,11 +27,15 @@ def test_exponents_are_slopes_of_logarithms() -> None:
 
 def test_the_best_rate_is_that_of_a_parabola_in_the_logarithm() -> None:
     rates = [1e-3, 2e-3, 4e-3, 8e-3, 16e-3]
-    losses = [2 + (math.log(rate) - math.log(3e-3)) ** 2 for rate in rates]
-    assert best_rate(rates, losses) == pytest.approx(3e-3)
-    assert best_rate(rates, [5, 4, 3, 2, 1]) == 16e-3
-    assert best_rate(rates, [3, math.inf, 4, 5, 6]) == 1e-3
-    assert best_rate(rates[:2], [1, 2]) == 1e-3
+    rows = [
+        [2 + (math.log(rate) - math.log(3e-3)) ** 2 for rate in rates],
+        [5, 4, 3, 2, 1],
+        [3, math.inf, 4, 5, 6],
+        [3, 3, 3, 3, 3],
+    ]
+    table = ScalingTable("x", [1, 2, 3, 4], [f"{rate:g}" for rate in rates], rows)
+    assert table.best == pytest.approx([3e-3, 16e-3, 1e-3, 1e-3])
+    assert ScalingTable("x", [1], ["0.001", "0.002"], [[1, 2]]).best == [1e-3]
 
 
 def test_models_are_the_familys_with_the_smallest_as_the_base() -> None:

@@ -45,8 +45,8 @@ def test_a_ladder_is_killed_continued_and_planned_by(tmp_path: Path) -> None:
     planned = trainyard("plan", *words(tmp_path)[1:-4], "--json", folder=tmp_path)
     expected = json.loads(planned.stdout)["expected"]
     assert expected["ladder"] == "runs/tiny-ladder"
-    low, high = expected["interval"]
-    assert low < expected["loss"] < high
+    assert expected["reach"]["flop"] > 1
+    assert expected["problems"] or expected["loss"][0] > 0
     other = trainyard("plan", *words(tmp_path)[1:-4], "model.mlp=swiglu", "--json", folder=tmp_path)
     assert json.loads(other.stdout)["expected"] is None
     status = trainyard("status", "tiny-ladder", folder=tmp_path)

@@ -59,7 +59,6 @@ def test_others_count_only_if_they_have_come_as_far_and_are_as_long() -> None:
         ({250: 3.0, 500: 9.0}, False),  # its best counts
         ({250: 3.6}, False),  # equal to the median
         ({1000: 9.0}, False),  # done
-        ({}, False),
     ],
 )
 def test_the_best_loss_after_a_quarter_decides(losses: dict[int, float], is_stopped: bool) -> None:

@@ -14,8 +14,7 @@ from tests.circles import everyday
 from trainyard import fit_law
 from trainyard.errors import DataError
 from trainyard.sweeps import law as subject
-from trainyard.sweeps.law import Law
-from trainyard.sweeps.points import Points, read_points
+from trainyard.sweeps.law import Law, Points, read_points
 
 PUBLISHED = {"E": 1.8172, "A": 482.01, "B": 2085.43, "alpha": 0.3478, "beta": 0.3658}
 """arXiv:2404.10102, table 1, without five outliers."""

@@ -1,4 +1,4 @@
-"""Plans and trains the ladder of a run."""
+"""Plans the ladder of a run."""
 
 from __future__ import annotations
 
@@ -7,16 +7,15 @@ from functools import cache
 
 from msgspec.structs import replace
 
-from trainyard.api.planning import find_sizes
-from trainyard.config.load import load_run
+from trainyard.api.planning import choose_layout, find_sizes
+from trainyard.config.load import LoadedRun, load_run
 from trainyard.config.run import Run
 from trainyard.data.patterns import find_token_files
-from trainyard.errors import ConfigError, MachineError
-from trainyard.layout.ranks import find_topology
+from trainyard.errors import ConfigError
 from trainyard.layout.resolve import resolve
+from trainyard.log import align
 from trainyard.planning.hardware import Machine, find_local_machine
 from trainyard.planning.ladder import Estimator, fewest_devices
-from trainyard.sweeps.execute import Execution, divide_machine
 from trainyard.sweeps.ladder import (
     Ladder,
     LadderSizes,
@@ -27,12 +26,8 @@ from trainyard.sweeps.ladder import (
     price_rungs,
     training_flops,
 )
-from trainyard.sweeps.prediction import grow_ladder
-from trainyard.sweeps.results import align
-from trainyard.sweeps.sets import RunSet
 from trainyard.units import format_large, format_number, format_seconds
 
-STORAGE = (5e9,)
 HOUR, CENTURIES = 3600.0, 1e12
 
 
@@ -40,6 +35,7 @@ def plan_ladder(
     source: str,
     overrides: Sequence[str],
     asked: LadderSizes,
+    cost_share: float,
     devices: tuple[Machine, int] | None = None,
     price: float | None = None,
 ) -> tuple[Ladder, list[str]]:
@@ -48,7 +44,8 @@ def plan_ladder(
     Args:
         source: as for `load_run`.
         overrides: of the target.
-        asked: all but `share` and `held_out`; the cost is in device-seconds of the machine.
+        asked: all but `share` and `held_out`.
+        cost_share: of the run's, for all its small ones.
         devices: a machine and the number of its devices; None: this machine, by FLOP.
         price: of a device-hour.
 
@@ -65,7 +62,7 @@ def plan_ladder(
     machine, n_devices = devices or (None, 1)
     cost = _price_on(machine, target, n_devices) if machine else _price_here()
     asked = replace(asked, held_out=count_held_out(target, find_sizes(target)))
-    ladder = choose_ladder(target, asked, cost)
+    ladder = choose_ladder(target, asked, cost, cost_share)
     prices = price_rungs(ladder, cost)
     total, whole = sum(prices.values()), cost(target)
     costs = f"; costs {price * total / HOUR:,.2f}" if price else ""
@@ -73,7 +70,7 @@ def plan_ladder(
     # The longest run is one of many that share the devices.
     seconds = max(max(prices.values()) / asked.n_seeds, total / n_devices)
     return ladder, [
-        *align([*_tabulate(ladder, prices)]),
+        *align([*_tabulate(ladder, prices)], right=range(8)),
         "",
         f"{total / HOUR:,.3g} device-hours ({where}), {total / whole:.2%} of the "
         f"{whole / HOUR:,.4g} of {target.name}{costs}",
@@ -104,7 +101,7 @@ def _price_here() -> Callable[[Run], float]:
 
 def _price_on(machine: Machine, target: Run, n_devices: int) -> Callable[[Run], float]:
     """Prices the target on its devices in device-seconds, others on the fewest where they fit."""
-    estimator = Estimator(machine, STORAGE)
+    estimator = Estimator(machine, storage=(5e9,))
 
     @cache
     def price(run: Run) -> float:
@@ -113,19 +110,7 @@ def _price_on(machine: Machine, target: Run, n_devices: int) -> Callable[[Run], 
         else:
             found = fewest_devices(run, estimator, CENTURIES)[-1]
         if found.cost is None:
-            find_topology(run, None)
-            raise MachineError(
-                f"{run.name} does not fit on {format_number(found.n_devices, 'device')} of "
-                f"{machine.name}",
-                "more devices: trainyard plan says how many",
-            )
+            choose_layout(LoadedRun(run, {}), machine, found.n_devices)  # says why none fits
         return found.n_devices * found.seconds
 
     return price
-
-
-def train_ladder(run_set: RunSet, at_once: int | None = None) -> int:
-    """Trains the members of a ladder, stage after stage; returns the exit code."""
-    slots = divide_machine(run_set, at_once)
-    # A run that diverges is a result, as its rate was too high.
-    return Execution(run_set, slots, True, lambda: grow_ladder(run_set.folder)).run()

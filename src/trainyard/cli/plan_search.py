@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -19,7 +19,7 @@ from trainyard.config.run import Run
 from trainyard.errors import ConfigError, MachineError
 from trainyard.files import publish_text
 from trainyard.layout.ranks import describe_layout, is_legal
-from trainyard.log import print_lines
+from trainyard.log import align, print_lines
 from trainyard.planning import ladder
 from trainyard.planning.hardware import Machine
 from trainyard.planning.search import (
@@ -151,7 +151,7 @@ def _render_search(run: Run, machine: Machine, result: SearchResult) -> Text:
     if result.as_it_is is not None:
         *row, why = _row("as is", result.as_it_is, first)
         rows.append((*row, why + ("" if result.fits else "; DOES NOT FIT")))
-    head, *lines = _align(rows, right=(1, 2))
+    head, *lines = align(rows, right=(1, 2))
     text.append(f"\n{head}", "cyan").append("".join(f"\n{line}" for line in lines))
     text.append(f"\n{HOW_TO_READ}", "cyan")
     given = rules.describe(run, first.changes_from(run), " ")
@@ -300,7 +300,7 @@ def _render_deadline(
             )
         )
     columns = [column for column in zip(*cells, strict=True) if any(column[1:])]
-    head, *lines = _align([*zip(*columns, strict=True)])
+    head, *lines = align([*zip(*columns, strict=True)])
     text.append(f"\n{head}", "cyan").append("".join(f"\n{line}" for line in lines))
     remark, first = next(iter(rows.items()))
     text.append(f"\narguments for {remark}: ", "cyan")
@@ -326,21 +326,3 @@ def _estimate_as_json(remark: str, estimate: ladder.TrainingEstimate, run: Run) 
         "price": cost.price if cost else None,
         "changes": _describe_changes(estimate.run, run),
     }
-
-
-def _align(rows: Sequence[Sequence[str]], right: Collection[int] = ()) -> list[str]:
-    """Formats rows of cells as columns that are two spaces apart.
-
-    Args:
-        rows: of equal length.
-        right: numbers of the columns that are aligned at their right edge, as numbers are.
-    """
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    lines = []
-    for row in rows:
-        cells = [
-            cell.rjust(width) if number in right else cell.ljust(width)
-            for number, (cell, width) in enumerate(zip(row, widths, strict=True))
-        ]
-        lines.append("  ".join(cells).rstrip())
-    return lines

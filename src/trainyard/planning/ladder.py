@@ -13,7 +13,7 @@ from __future__ import annotations
 import bisect
 import itertools
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 from trainyard.architecture import matmuls, padded_vocabulary_size, parameter_count
@@ -157,6 +157,25 @@ def shape_run(run: Run, shape: tuple[int, int], *, keeps_length: bool) -> Run:
         "schedule.points": run.schedule.points.scaled(n_tokens, n_before),
     }
     return rules.change(shaped, lengths)
+
+
+def find_minimum(losses: Mapping[float, float]) -> float:
+    """Finds where the loss is lowest, by a parabola in the logarithm through the three around it.
+
+    Args:
+        losses: by factor, or by learning rate; at an edge, or beside a run that diverged, the best
+            one tried is it.
+    """
+    factors = sorted(losses)
+    best = min(factors, key=losses.__getitem__)
+    place = factors.index(best)
+    around = factors[max(0, place - 1) : place + 2]
+    if len(around) < 3 or not all(math.isfinite(losses[factor]) for factor in around):
+        return best
+    x, y, z = map(math.log, around)
+    before = (losses[best] - losses[around[0]]) / (y - x)
+    after = (losses[around[2]] - losses[best]) / (z - y)
+    return math.exp((x + y) / 2 - before * (z - x) / (2 * (after - before)))
 
 
 def count_parameters(run: Run) -> int:

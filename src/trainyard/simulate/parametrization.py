@@ -37,7 +37,7 @@ from trainyard.layout.batches import BatchSchedule
 from trainyard.layout.resolve import resolve
 from trainyard.parallel.mesh import build_mesh
 from trainyard.parallel.model import ParallelModel
-from trainyard.planning.ladder import shape_run
+from trainyard.planning.ladder import find_minimum, shape_run
 from trainyard.simulate.parity import bare_context, build_loader
 from trainyard.training.state import State, TrainContext
 from trainyard.training.step import train_step
@@ -75,7 +75,8 @@ class ScalingTable:
     @property
     def best(self) -> list[float]:
         """The best learning rate of each size."""
-        return [best_rate([*map(float, self.columns)], losses) for losses in self.rows]
+        rates = [*map(float, self.columns)]
+        return [find_minimum(dict(zip(rates, losses, strict=True))) for losses in self.rows]
 
     @property
     def is_beyond(self) -> bool:
@@ -93,17 +94,6 @@ class ScalingTable:
             rows += [[f"best {best}: drifts by a factor of {drift:.2f}"]]
         lines = (f"{name:<22}" + "".join(f"{x:>18}" for x in row) for name, *row in rows)
         return "\n".join(lines) + "\n"
-
-
-def best_rate(rates: Sequence[float], losses: Sequence[float]) -> float:
-    """Returns the minimum of the parabola through the three lowest losses, in log rate."""
-    lowest = sorted(np.argsort(losses, kind="stable")[:3])
-    x, y = np.log(rates)[lowest], np.array(losses)[lowest]
-    if len(lowest) == 3 and np.isfinite(y).all():
-        curve, slope, _ = np.polyfit(x, y, 2)
-        if curve > 0 and x[0] <= -slope / (2 * curve) <= x[-1]:
-            return float(np.exp(-slope / (2 * curve)))
-    return rates[int(np.argmin(losses))]
 
 
 def compare_shapes(

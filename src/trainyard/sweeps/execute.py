@@ -33,7 +33,6 @@ from trainyard.errors import (
     ConfigError,
     LaunchError,
     UserError,
-    explain_failure,
 )
 from trainyard.files import publish_text
 from trainyard.launch.environment import bound_to, own_environment, visible_devices
@@ -45,9 +44,8 @@ from trainyard.layout.resolve import resolve
 from trainyard.planning.hardware import free_memory_bytes
 from trainyard.planning.memory import busiest_memory
 from trainyard.report.run_view import find_state
-from trainyard.sweeps import sets
 from trainyard.sweeps.hopeless import explain_hopeless, read_curves
-from trainyard.sweeps.sets import Member, RunSet
+from trainyard.sweeps.sets import STOPPED, Member, RunSet
 from trainyard.training import stop
 from trainyard.training.run_folder import RUNS, open_run
 from trainyard.units import format_number
@@ -125,7 +123,6 @@ class _Running:
     log: Path
     log_start: int
     """Size of the log before."""
-    is_hopeless: bool = False
 
 
 @dataclass
@@ -178,13 +175,12 @@ class Execution:
                         self._look()
                         pause = max(LOOK_SECONDS, (time.monotonic() - began) / LOOK_SHARE)
                         next_look = time.monotonic() + pause
-                    if not self._running:
-                        grown = None if self._stopped_with or self._failed else self.more()
-                        if grown is None:
-                            break
+                    if self._running:
+                        time.sleep(POLL_SECONDS)
+                    elif self._stopped_with or self._failed or not (grown := self.more()):
+                        break
+                    else:
                         self.run_set, next_look = grown, 0.0
-                        continue
-                    time.sleep(POLL_SECONDS)
         finally:
             os.close(writing)  # members end with this program
             os.close(self._pipe)
@@ -192,8 +188,12 @@ class Execution:
 
     def _look(self) -> None:
         """Stops members that are to stop, and starts others in the free slots."""
-        if self.stops_hopeless:
-            self._stop_hopeless()
+        curves = read_curves(self.run_set) if self.stops_hopeless else {}
+        for one in self._running:
+            why = explain_hopeless(one.member.name, curves)
+            if why and not self.run_set.why_stopped(one.member):
+                self._note_hopeless(one.member, why)
+                one.process.send_signal(signal.SIGTERM)
         if not self._stopped_with and (self.run_set.folder / stop.STOP).exists():
             logger.info("there is a file %s", self.run_set.folder / stop.STOP)
             self._stop(signal.SIGTERM)
@@ -214,15 +214,10 @@ class Execution:
         for one in self._running:
             free.remove(one.slot)
         for member in self._left() if free else ():
-            claim = ExitStack()
-            try:
+            with suppress(LaunchError), ExitStack() as claim:  # raised if another program trains it
                 claim.enter_context(hold(self.run_set.folder / "claims" / member.name, 0))
-            except LaunchError:  # another program trains it
-                continue
-            if is_done(self.run_set, member):  # meanwhile
-                claim.close()
-                continue
-            self._running.append(self._train(member, claim, free.pop(0)))
+                if not is_done(self.run_set, member):  # meanwhile
+                    self._running.append(self._train(member, claim.pop_all(), free.pop(0)))
             if not free:
                 return
 
@@ -243,10 +238,8 @@ class Execution:
         if slot.devices:
             n_ranks = most_ranks(load_run(str(file)).run, len(slot.devices))
             words += ["--ranks", str(n_ranks)]
-        with explain_failure(f"{log} cannot be written", "free some space"):
-            log.parent.mkdir(exist_ok=True)
-            output = log.open("ab")
-        with output:
+        log.parent.mkdir(exist_ok=True)
+        with log.open("ab") as output:
             process = subprocess.Popen(
                 [sys.executable, "-P", "-m", *words],
                 stdin=subprocess.DEVNULL,
@@ -267,12 +260,12 @@ class Execution:
             one.claim.close()
             name, code = one.member.name, one.process.returncode
             if code == 0:
-                n_done = len(self.run_set.members) - self._count_left()
+                n_done = sum(is_done(self.run_set, each) for each in self.run_set.members)
                 logger.info("%s is done: %d of %d", name, n_done, len(self.run_set.members))
-            elif one.is_hopeless or self._stopped_with:
+            elif self._stopped_with or self.run_set.why_stopped(one.member):
                 continue
             elif code == EXIT_HOLD and self.stops_hopeless:
-                self._note_hopeless(one, find_state(one.member.folder)[1])
+                self._note_hopeless(one.member, find_state(one.member.folder)[1])
             else:
                 how = f"exit code {code}" if code > 0 else signal_name(-code)
                 end = read_end(one.log, one.log_start)
@@ -283,25 +276,14 @@ class Execution:
                     self._failed[name] = code
         return bool(ended)
 
-    def _count_left(self) -> int:
-        return sum(not is_done(self.run_set, member) for member in self.run_set.members)
-
-    def _stop_hopeless(self) -> None:
-        curves = read_curves(self.run_set)
-        for one in self._running:
-            if not one.is_hopeless and (why := explain_hopeless(one.member.name, curves)):
-                self._note_hopeless(one, why)
-                one.process.send_signal(signal.SIGTERM)
-
-    def _note_hopeless(self, one: _Running, why: str) -> None:
-        one.is_hopeless = True
-        folder = self.run_set.folder / sets.STOPPED
+    def _note_hopeless(self, member: Member, why: str) -> None:
+        folder = self.run_set.folder / STOPPED
         folder.mkdir(exist_ok=True)
-        publish_text(folder / one.member.name, why + "\n")
-        logger.info("%s is stopped early: %s", one.member.name, why)
+        publish_text(folder / member.name, why + "\n")
+        logger.info("%s is stopped early: %s", member.name, why)
 
     def _report(self) -> int:
-        n_left = self._count_left()
+        n_left = sum(not is_done(self.run_set, member) for member in self.run_set.members)
         if self._stopped_with:
             logger.info("stopped: the same command continues; %d are left", n_left)
             return self._stopped_with
@@ -316,8 +298,8 @@ class Execution:
 
 def is_done(run_set: RunSet, member: Member) -> bool:
     """Returns whether a member is trained to its end, or was stopped early."""
-    if (run_set.folder / sets.STOPPED / member.name).exists():
+    if run_set.why_stopped(member):
         return True
     with suppress(UserError):  # training replaces a damaged record of an end
-        return member.folder.exists() and find_state(member.folder)[0] == "done"
+        return find_state(member.folder)[0] == "done"
     return False

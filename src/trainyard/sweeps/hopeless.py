@@ -16,12 +16,9 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Mapping
-from contextlib import suppress
 from dataclasses import dataclass
 
-from trainyard.errors import UserError
-from trainyard.layout.resolve import resolve
-from trainyard.report.run_view import read_run
+from trainyard.sweeps.results import read_results
 from trainyard.sweeps.sets import RunSet
 
 FIRST_SHARE = 0.25
@@ -31,42 +28,36 @@ LEAST_OTHERS = 3
 
 @dataclass(frozen=True)
 class HeldOutCurve:
-    """Held-out losses of a member by step, and the steps of the whole run."""
+    """Held-out losses of a member by step, one or more, and the steps of the whole run."""
 
     losses: Mapping[int, float]
     n_steps: int
 
-    def best_until(self, step: int) -> float | None:
-        """Returns the lowest loss up to a step; None for a member that has not come as far."""
-        if max(self.losses, default=0) < step:
-            return None
-        return min((loss for at, loss in self.losses.items() if at <= step), default=None)
-
 
 def read_curves(run_set: RunSet) -> dict[str, HeldOutCurve]:
-    """Reads the curves of the members that have begun, by name."""
+    """Reads the curves of the members that have a held-out loss, by name."""
     curves = {}
-    for member in run_set.members:
-        with suppress(UserError):  # no run yet, or damaged: nothing is known of it
-            view = read_run(member.folder)
-            losses = {int(one["step"]): one["loss"] for one in view.metrics.held_out_losses}
-            curves[member.name] = HeldOutCurve(losses, view.n_steps or resolve(view.run).n_steps)
+    for one in read_results(run_set).members:
+        if one.view and one.view.n_steps and (lines := one.view.metrics.held_out_losses):
+            losses = {int(line["step"]): line["loss"] for line in lines}
+            curves[one.member.name] = HeldOutCurve(losses, one.view.n_steps)
     return curves
 
 
 def explain_hopeless(name: str, curves: Mapping[str, HeldOutCurve]) -> str:
     """Says why a member is hopeless; empty if it is not, or if it is too early to tell."""
-    own = curves.get(name)
-    step = max(own.losses, default=0) if own else 0
-    if own is None or step < FIRST_SHARE * own.n_steps or step >= own.n_steps:
+    if (own := curves.get(name)) is None:
         return ""
-    others = [one for other, one in curves.items() if other != name]
-    same = [one for one in others if one.n_steps == own.n_steps]
-    best = [loss for one in same if (loss := one.best_until(step)) is not None]
-    mine = own.best_until(step)
-    if mine is None or len(best) < LEAST_OTHERS or mine <= statistics.median(best):
+    step = max(own.losses)
+    others = [
+        min([loss for at, loss in one.losses.items() if at <= step], default=float("inf"))
+        for other, one in curves.items()
+        if other != name and one.n_steps == own.n_steps and max(one.losses) >= step
+    ]
+    if len(others) < LEAST_OTHERS or not FIRST_SHARE <= step / own.n_steps < 1:
         return ""
-    return (
-        f"held-out loss {mine:.4f} at step {step:,} is above the median of "
-        f"{len(best)} others, {statistics.median(best):.4f}"
-    )
+    mine, median = min(own.losses.values()), statistics.median(others)
+    if mine <= median:
+        return ""
+    above = f"is above the median of {len(others)} others, {median:.4f}"
+    return f"held-out loss {mine:.4f} at step {step:,} {above}"

@@ -38,8 +38,8 @@ from trainyard.architecture import count_idle, padded_vocabulary_size, parameter
 from trainyard.config import rules
 from trainyard.config.run import Model, Parallel, Run
 from trainyard.errors import ConfigError
-from trainyard.layout.flops import model_flops_per_token
 from trainyard.layout.resolve import resolve
+from trainyard.planning.ladder import CHANGED_FIELDS, find_minimum
 from trainyard.units import Length, parse_shares
 
 LENGTHS = (0.5, 1.0, 2.0)
@@ -62,12 +62,7 @@ OF_MEMBERS: rules.Changes = {
 }
 """One device, a constant batch, and all but the end left out."""
 FAMILY = {"model", "data", "tokenizer", "optimizer", "precision"}
-"""Sections that all sizes share, but for `SIZED` and the learning rate."""
-SIZED = (
-    *("n_layers", "d_model", "n_heads", "d_head", "n_key_value_heads", "d_ff", "d_expert"),
-    *("n_dense_blocks",),
-)
-"""Fields of `model` that a size sets."""
+"""Sections that all sizes share, but for the shape of the model and the learning rate."""
 
 
 class Rung(msgspec.Struct, frozen=True):
@@ -85,11 +80,6 @@ class Rung(msgspec.Struct, frozen=True):
     rate: float = 1.0
     batch: float = 1.0
 
-    @property
-    def values(self) -> dict[str, str]:
-        """As values of a member of a set."""
-        return {name: f"{value:.4g}" for name, value in msgspec.structs.asdict(self).items()}
-
 
 class LadderSizes(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """What defines a ladder, beside its target.
@@ -100,7 +90,6 @@ class LadderSizes(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         ratio: of the parameters of neighbouring sizes.
         held_out: sequences of held-out text that every member reads.
         n_seeds: runs of each member.
-        cost_share: of the target's cost, for all members; the most, before they are chosen.
     """
 
     share: float
@@ -108,7 +97,6 @@ class LadderSizes(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     ratio: float = 2.0
     held_out: int = 1
     n_seeds: int = 1
-    cost_share: float = 1.0
 
 
 @dataclass(frozen=True)
@@ -182,7 +170,7 @@ class Ladder:
         for size, length in itertools.product(range(self.sizes.n_sizes), LENGTHS):
             if (size, length) != (0, LENGTHS[-1]):
                 rate = math.exp(offset + slope * math.log(self.share_of(size)))
-                last.append(Rung(size, length, _round(rate)))
+                last.append(Rung(size, length, float(f"{rate:.3g}")))
         return [rung for rung in dict.fromkeys(last) if rung not in losses]
 
     def rate_rungs(self, losses: Mapping[Rung, float]) -> list[Rung]:
@@ -198,7 +186,7 @@ class Ladder:
     def batch_rungs(self, losses: Mapping[Rung, float]) -> list[Rung]:
         """Lists rungs with other batches, at the best rate of their size."""
         size = self.rated[1]
-        rate = _round(find_minimum(self._tried_rates(size, losses)))
+        rate = float(f"{find_minimum(self._tried_rates(size, losses)):.3g}")
         return [Rung(size, rate=rate, batch=factor) for factor in FACTORS]
 
     def _tried_rates(self, size: int, losses: Mapping[Rung, float]) -> dict[float, float]:
@@ -241,23 +229,6 @@ def fit_rates(factors: Mapping[float, float]) -> tuple[float, float, float]:
     covariance = np.linalg.inv(a @ a.T + np.diag([0.0, SLOPE_DEVIATION**-2]))
     offset, slope = covariance @ a @ y / RATE_DEVIATION
     return float(offset), float(slope), math.sqrt(covariance[0, 0])
-
-
-def find_minimum(losses: Mapping[float, float]) -> float:
-    """Finds where the loss is lowest, by a parabola in the logarithm through the three around it.
-
-    Args:
-        losses: by factor; at an edge, or beside a run that diverged, the best one tried is it.
-    """
-    factors = sorted(losses)
-    best = min(factors, key=losses.__getitem__)
-    place = factors.index(best)
-    around = factors[max(0, place - 1) : place + 2]
-    values = [losses[factor] for factor in around]
-    if len(around) < 3 or not np.isfinite(values).all():
-        return best
-    curvature, slope, _ = np.polyfit(np.log(around), values, 2)
-    return math.exp(-slope / (2 * curvature)) if curvature > 0 else best
 
 
 def scale_model(whole: Model, n_parameters: float, most: float = math.inf) -> Model:
@@ -340,45 +311,41 @@ def count_parameters(run: Run) -> int:
 
 def training_flops(run: Run) -> float:
     """Counts the model FLOP of a whole run."""
-    padded = padded_vocabulary_size(run.model)
-    return resolve(run).n_tokens * model_flops_per_token(run.model, padded)
+    plan = resolve(run)
+    return plan.n_tokens * plan.model_flops_per_token
 
 
-def choose_ladder(target: Run, asked: LadderSizes, cost: Callable[[Run], float]) -> Ladder:
+def choose_ladder(
+    target: Run, asked: LadderSizes, cost: Callable[[Run], float], cost_share: float
+) -> Ladder:
     """Chooses the largest ladder whose runs cost at most a share of the target.
 
     Args:
         target: the run to predict.
         asked: all but `share`.
         cost: of a run, such as seconds of a device.
-
-    Returns:
-        the ladder, with its `share` and `cost_share`.
+        cost_share: of the target's, for all runs.
 
     Raises:
         ConfigError: not even the smallest ladder is as cheap.
     """
-    whole, low, high = cost(target), 1e-6, 1.0
-    chosen: LadderSizes | None = None
+    most, low, high, chosen = cost_share * cost(target), 1e-6, 1.0, None
     while high / low > 1.02:
         middle = math.sqrt(low * high)
-        sizes = msgspec.structs.replace(asked, share=middle)
-        ladder = Ladder(target, sizes)
+        ladder = Ladder(target, msgspec.structs.replace(asked, share=middle))
         if len(set(ladder.models)) < asked.n_sizes:
             low = middle
-            continue
-        found = sum(price_rungs(ladder, cost).values()) / whole
-        if found <= asked.cost_share:
-            low, chosen = middle, msgspec.structs.replace(sizes, cost_share=found)
+        elif sum(price_rungs(ladder, cost).values()) <= most:
+            low, chosen = middle, ladder
         else:
             high = middle
     if chosen is None:
         raise ConfigError(
-            f"--share {asked.cost_share:.3g}: no ladder of {asked.n_sizes} sizes below "
+            f"--share {cost_share:.3g}: no ladder of {asked.n_sizes} sizes below "
             f"{target.name} is as cheap",
             "a greater --share, fewer --sizes, a smaller --ratio, or a larger target",
         )
-    return Ladder(target, chosen)
+    return chosen
 
 
 def price_rungs(ladder: Ladder, cost: Callable[[Run], float]) -> dict[Rung, float]:
@@ -413,7 +380,8 @@ def count_held_out(run: Run, sizes: Mapping[str, int]) -> int:
 
 def family_of(run: Run) -> dict[str, object]:
     """Returns what a run shares with the members of its ladder."""
-    own = {"model": {*SIZED}, "optimizer": {"learning_rate"}}
+    sized = {name.removeprefix("model.") for name in CHANGED_FIELDS if name.startswith("model.")}
+    own = {"model": sized, "optimizer": {"learning_rate"}}
     return run.model_dump(mode="json", include=FAMILY, exclude=own)
 
 
@@ -422,7 +390,3 @@ def _round_batch(batch: float) -> int:
     if batch >= 8 * math.sqrt(2):
         return round(batch / 8) * 8
     return int(2 ** max(0, round(math.log2(batch))))
-
-
-def _round(factor: float) -> float:
-    return float(f"{factor:.3g}")

@@ -18,17 +18,22 @@ scatter of runs.
 
 from __future__ import annotations
 
+import csv
 import math
+import re
 from collections.abc import Sequence
 from itertools import product
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import msgspec
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from trainyard.errors import DataError
+from trainyard.errors import DataError, explain_failure
 from trainyard.extras import require
+from trainyard.files import SETTINGS_LIMIT_BYTES, read_file
+from trainyard.units import format_large
 
 Array = NDArray[np.float64]
 
@@ -50,6 +55,15 @@ class Estimate(NamedTuple):
     value: float
     low: float
     high: float
+
+
+class Points(NamedTuple):
+    """Finished runs, in the order of the file."""
+
+    parameters: list[float]
+    tokens: list[float]
+    losses: list[float]
+    names: list[str]
 
 
 class Law(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -112,6 +126,43 @@ class Law(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         asked = {"parameters": parameters, "tokens": tokens, "flop": 6 * parameters * tokens}
         return {name: asked[name] / most for name, most in self.largest.items()}
 
+    def answer(self, parameters: float, tokens: float) -> dict[str, Any]:
+        """Returns what is known of a run: its loss, why it cannot be trusted, reach and optimum.
+
+        The loss is None if it cannot be trusted, and so is the best run of as many FLOP.
+        """
+        problems, optimum = self.problems(parameters, tokens), None
+        if not self.ratio:
+            best = self.optimum(6.0 * parameters * tokens)
+            n, d, loss = (one.value for one in best.values())
+            if not self.problems(n, d):
+                optimum = {"parameters": n, "tokens": d, "loss": loss}
+        return {
+            "parameters": parameters,
+            "tokens": tokens,
+            "loss": None if problems else self.predict(parameters, tokens),
+            "problems": problems,
+            "reach": self.reach(parameters, tokens),
+            "optimum": optimum,
+        }
+
+    def describe(self, parameters: float, tokens: float) -> list[str]:
+        """Says what `answer` returns, for people."""
+        found = self.answer(parameters, tokens)
+        lines = [f"not predicted: {problem}" for problem in found["problems"]]
+        if found["loss"]:
+            value, low, high = found["loss"]
+            lines.append(f"{value:.4f} held out ({low:.4f} to {high:.4f}, 90 %)")
+        if best := found["optimum"]:
+            n, d = format_large(best["parameters"]), format_large(best["tokens"])
+            lines.append(
+                f"{tokens / parameters:.3g} tokens per parameter; for the same FLOP, "
+                f"{n} parameters on {d} tokens reach {best['loss']:.4f}"
+            )
+        times = ", ".join(f"{value:.3g} times the {name}" for name, value in found["reach"].items())
+        largest = f"the largest of {self.n_runs} runs in {self.n_sizes} sizes"
+        return [*lines, f"reach: {times} of {largest}"]
+
     def problems(self, parameters: float, tokens: float) -> list[str]:
         """Says why a prediction cannot be trusted, each with a hint; empty if it can."""
         value, low, high = self.predict(parameters, tokens)
@@ -132,6 +183,56 @@ class Law(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             limit = f"and all runs have {self.ratio:.3g}: ask for that, or train other lengths"
             found.append(f"{own:.3g} tokens per parameter, {limit}")
         return found
+
+
+def read_points(
+    path: Path, where: Sequence[str] = (), loss: str = "loss", parameters: str = "parameters"
+) -> Points:
+    """Reads runs from a CSV file with a header.
+
+    Args:
+        path: the file. Tokens are in a column `tokens`, or follow from `flop` as
+            flop / (6 parameters). A column `name` names the runs; else their lines do.
+        where: conditions on columns, all of which a run must meet: corpus=c4, multiplier>=0.5.
+        loss: the column of the held-out loss; a diverged run may have nan or nothing there.
+        parameters: the column of the parameters.
+
+    Raises:
+        DataError: the file, a column or a value is missing or wrong.
+    """
+    with explain_failure(f"cannot read {path}", "check the path", DataError):
+        text = read_file(path, SETTINGS_LIMIT_BYTES).decode(errors="replace")
+    reader, points = csv.DictReader(text.splitlines()), Points([], [], [], [])
+    try:
+        for row in reader:
+            if all(_meets(row, condition) for condition in where):
+                n = float(row[parameters])
+                points.parameters.append(n)
+                points.tokens.append(float(row.get("tokens") or float(row["flop"]) / 6 / n))
+                points.losses.append(float(row[loss] or "nan"))
+                points.names.append(row.get("name") or f"line {reader.line_num}")
+    except KeyError as error:
+        columns = f"columns: {', '.join(reader.fieldnames or [])}"
+        raise DataError(f"{path}: there is no column {error}", columns) from None
+    except (TypeError, ValueError, ZeroDivisionError) as error:
+        place = f"{path}, line {reader.line_num}"
+        raise DataError(f"{place}: {error}", "correct it, or leave its line out") from None
+    return points
+
+
+def _meets(row: dict[str, str], condition: str) -> bool:
+    match = re.fullmatch(r"([^<>=]+)(>=|<=|=)(.*)", condition)
+    if match is None:
+        raise DataError(f"{condition}: not a condition", "such as corpus=c4 or multiplier>=1")
+    value, relation, wanted = row[match[1]], match[2], match[3]
+    if relation == "=":
+        return value == wanted
+    return float(value) >= float(wanted) if relation == ">=" else float(value) <= float(wanted)
+
+
+def to_json(found: Any) -> str:
+    """Returns indented JSON, with a newline at its end."""
+    return msgspec.json.format(msgspec.json.encode(found)).decode() + "\n"
 
 
 def fit_law(

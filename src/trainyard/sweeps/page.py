@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import io
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from dataclasses import replace
 from html import escape
 from pathlib import Path
@@ -21,11 +21,9 @@ from trainyard.sweeps.results import (
     tabulate_effects,
     tabulate_settings,
 )
-from trainyard.sweeps.sets import LAW_PICTURE, SEED, as_number
+from trainyard.sweeps.sets import LAW_PICTURE, SEED
 
 MOST_CURVES = 12
-MOST_LABELS, LABEL_CHARACTERS = 6, 14
-PANEL_INCHES = (3.2, 2.1)
 
 
 def write_set_report(results: SetResults, output: Path) -> None:
@@ -43,13 +41,13 @@ def write_set_report(results: SetResults, output: Path) -> None:
     heading += f'<p class="muted">{escape(describe_state(results))}.</p>'
     picture = results.run_set.folder / LAW_PICTURE
     if picture.exists():
-        svg = read_file(picture).decode(errors="replace").partition("<svg ")[2]
+        svg = read_file(picture).decode(errors="replace")
         label = "Loss over compute: runs, the law fitted to them, and the prediction"
         heading += f'\n<figure class="card">{_fit_page(svg, label, "60rem")}</figure>'
     n_fields = len(results.run_set.fields)
     heads, *settings = (row[n_fields:] for row in tabulate_settings(results))
     rows = dict(zip((_shorten(one.values) for one in results.settings), settings, strict=False))
-    best = {(next(iter(rows)), 0)} if results.best else ()
+    best = {(next(iter(rows)), 0)} if results.ranked else ()
     main = f"<h2>Settings, best first</h2>\n{render_table(rows, heads, best, 'values')}"
     main += "".join(f'\n<p class="muted">{escape(text)}.</p>' for text in describe_others(results))
     main += "\n" + "\n".join(_render_effects(results))
@@ -83,14 +81,16 @@ def _render_effects(results: SetResults) -> Iterator[str]:
     if not fields:
         return
     yield "<h2>What each field does</h2>"
-    if pictures := {field: svg for field in fields if (svg := draw_effect(results, field))}:
+    with suppress(ModuleNotFoundError):  # the page needs no matplotlib
+        from trainyard.sweeps.picture import draw_effect
+
         yield (
             '<p class="muted">A point for the last held-out loss of each run that is done; '
             'the line joins their means.</p>\n<div class="plots">'
         )
-        for field, svg in pictures.items():
-            caption = f"<figcaption>{escape(field)}</figcaption>"
-            yield f'<figure class="card">{caption}{svg}</figure>'
+        for field in fields:
+            svg = _fit_page(draw_effect(results, field), field, "26rem")
+            yield f'<figure class="card"><figcaption>{escape(field)}</figcaption>{svg}</figure>'
         yield "</div>"
     heads, *effects = tabulate_effects(results)
     if effects:
@@ -98,54 +98,9 @@ def _render_effects(results: SetResults) -> Iterator[str]:
         yield "<br>\n" + render_table(rows, heads[2:], css="values")
 
 
-def draw_effect(results: SetResults, field: str) -> str:
-    """Draws the losses of all members that are done over a field, as SVG for a page.
-
-    Returns:
-        nothing where matplotlib is missing.
-    """
-    try:
-        from matplotlib.figure import Figure
-
-        from trainyard.report import pictures
-    except ModuleNotFoundError:
-        return ""
-    colours = pictures.RUN_COLOURS
-    effects = [effect for effect in results.effects if effect.field == field]
-    numbers = [as_number(effect.value) for effect in effects]
-    at = [x for x in numbers if isinstance(x, float)]
-    if is_category := len(at) < len(numbers):
-        at = [float(place) for place in range(len(numbers))]
-    places = {effect.value: x for effect, x in zip(effects, at, strict=True)}
-    done = [
-        (places[one.member.values[field]], one.loss)
-        for one in results.members
-        if one.is_done and one.loss is not None
-    ]
-    means = sorted((places[effect.value], effect.mean) for effect in effects)
-    with pictures.drawing_style():
-        figure = Figure(figsize=PANEL_INCHES, layout="constrained")
-        axes = figure.add_subplot()
-        if min(at) > 0 and not is_category:
-            axes.set_xscale("log")
-        axes.plot([x for x, _ in done], [y for _, y in done], "o", color=colours[0], alpha=0.6)
-        axes.plot([x for x, _ in means], [y for _, y in means], color=colours[1], linewidth=1.3)
-        axes.set_ylabel("held-out loss")
-        axes.minorticks_off()
-        shown = sorted(places, key=places.__getitem__)
-        shown = shown if len(shown) <= MOST_LABELS else [shown[0], shown[-1]]
-        labels = [value.strip("'\"")[:LABEL_CHARACTERS] for value in shown]
-        axes.set_xticks([places[value] for value in shown], labels, parse_math=False)
-        file = io.StringIO()
-        figure.savefig(file, format="svg", transparent=True, metadata={"Date": None})
-    svg = file.getvalue().partition("<svg ")[2]
-    for name, colour in (*pictures.HEX_OF_COLOUR.items(), ("text", pictures.TEXT)):
-        svg = svg.replace(colour, f"var(--{name})")
-    return _fit_page(svg, field, "26rem")
-
-
 def _fit_page(svg: str, label: str, most: str) -> str:
-    """Returns a picture, from its attributes on, that shrinks with the page."""
+    """Returns a picture that shrinks with the page."""
     style = f"width: 100%; height: auto; max-width: {most}"
     size = f'role="img" aria-label="{escape(label)}" style="{style}"'
-    return f"<svg {size} " + svg.replace(' height="', ' data-height="', 1)
+    attributes = svg.partition("<svg ")[2].replace(' height="', ' data-height="', 1)
+    return f"<svg {size} {attributes}"

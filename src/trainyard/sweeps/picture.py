@@ -1,7 +1,8 @@
-"""The picture of a law: loss over compute, with the runs, a curve per size, and predictions."""
+"""Pictures of sets of runs: what a field does; and a law, with its runs, sizes and predictions."""
 
 from __future__ import annotations
 
+import io
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -10,17 +11,50 @@ from matplotlib.figure import Figure as Canvas
 
 from trainyard.report.pictures import (
     ALERT,
+    HEX_OF_COLOUR,
     MUTED,
     PLAN_INCHES,
     RUN_COLOURS,
+    TEXT,
     drawing_style,
     save_picture,
 )
-from trainyard.sweeps.law import Law
-from trainyard.sweeps.points import Points
+from trainyard.sweeps.law import Law, Points
+from trainyard.sweeps.results import SetResults
 from trainyard.units import format_large
 
-MOST_CURVES = 12
+MOST_CURVES, MOST_LABELS, LABEL_CHARACTERS = 12, 6, 14
+PANEL_INCHES = (3.2, 2.1)
+
+
+def draw_effect(results: SetResults, field: str) -> str:
+    """Draws the losses of all members that are done over a field, as SVG in colours of a page."""
+    means = {one.value: one.mean for one in results.effects if one.field == field}
+    try:
+        places = {value: float(value) for value in means}
+    except ValueError:  # words, at equal distances
+        places = {value: float(number) for number, value in enumerate(means)}
+    shown = sorted(places, key=places.__getitem__)
+    done = [(places[one.values[field]], loss) for one in results.ranked for loss in one.losses]
+    with drawing_style():
+        figure = Canvas(figsize=PANEL_INCHES, layout="constrained")
+        axes = figure.add_subplot()
+        if places[shown[0]] > 0:
+            axes.set_xscale("log")
+        axes.plot(*zip(*done, strict=True), "o", color=RUN_COLOURS[0], alpha=0.6)
+        line = [places[value] for value in shown], [means[value] for value in shown]
+        axes.plot(*line, color=RUN_COLOURS[1], linewidth=1.3)
+        axes.set_ylabel("held-out loss")
+        axes.minorticks_off()
+        shown = shown if len(shown) <= MOST_LABELS else [shown[0], shown[-1]]
+        labels = [value.strip("'\"")[:LABEL_CHARACTERS] for value in shown]
+        axes.set_xticks([places[value] for value in shown], labels, parse_math=False)
+        file = io.StringIO()
+        figure.savefig(file, format="svg", transparent=True, metadata={"Date": None})
+    svg = file.getvalue()
+    for name, colour in (*HEX_OF_COLOUR.items(), ("text", TEXT)):
+        svg = svg.replace(colour, f"var(--{name})")
+    return svg
 
 
 def draw_law(path: Path, law: Law, points: Points, asked: Sequence[tuple[float, float]]) -> None:

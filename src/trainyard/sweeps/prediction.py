@@ -17,6 +17,7 @@ from statistics import fmean
 from typing import Any
 
 import msgspec
+from msgspec.structs import asdict
 
 from trainyard.config import rules
 from trainyard.config.load import load_run, render_run
@@ -26,15 +27,8 @@ from trainyard.files import publish_text, read_file
 from trainyard.launch.lock import hold
 from trainyard.layout.resolve import resolve
 from trainyard.sweeps import sets
-from trainyard.sweeps.ladder import (
-    Ladder,
-    LadderSizes,
-    Rung,
-    count_parameters,
-    family_of,
-)
-from trainyard.sweeps.law import Estimate, Law, fit_law
-from trainyard.sweeps.points import Points
+from trainyard.sweeps.ladder import Ladder, LadderSizes, Rung, count_parameters, family_of
+from trainyard.sweeps.law import Estimate, Law, Points, fit_law, to_json
 from trainyard.sweeps.results import read_results
 from trainyard.training.run_folder import RUNS, open_run
 from trainyard.units import format_large
@@ -58,7 +52,6 @@ class Prediction(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         batch: recommended, in sequences.
         given_batch: the target's own.
         batch_flatness: the least that half or twice the batch loses, in nats; None if unknown.
-        cost_share: of the target's cost that the ladder was to have.
     """
 
     target: str
@@ -70,55 +63,18 @@ class Prediction(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     batch: int
     given_batch: int
     batch_flatness: float | None
-    cost_share: float
-
-    @property
-    def loss(self) -> Estimate:
-        """Held-out loss of the target, with its 90 % interval."""
-        return self.law.predict(self.parameters, self.tokens)
-
-    @property
-    def problems(self) -> list[str]:
-        """Why the loss cannot be trusted; empty if it can."""
-        return self.law.problems(self.parameters, self.tokens)
-
-    @property
-    def optimum(self) -> dict[str, float]:
-        """Parameters, tokens and loss of the best run of as many FLOP; empty if unknown."""
-        if self.law.ratio:
-            return {}
-        found = self.law.optimum(6.0 * self.parameters * self.tokens)
-        best = {name: estimate.value for name, estimate in found.items()}
-        return {} if self.law.problems(best["parameters"], best["tokens"]) else best
-
-    def describe_loss(self) -> list[str]:
-        """Says what loss to expect, or why none, and what the best run of as many FLOP reaches."""
-        lines = [f"not predicted: {problem}" for problem in self.problems]
-        if not lines:
-            value, low, high = self.loss
-            lines = [f"{value:.4f} held out ({low:.4f} to {high:.4f}, 90 %)"]
-        if best := self.optimum:
-            n, d = format_large(best["parameters"]), format_large(best["tokens"])
-            lines.append(
-                f"{self.tokens / self.parameters:.3g} tokens per parameter; for the same FLOP, "
-                f"{n} parameters on {d} tokens reach {best['loss']:.4f}"
-            )
-        return lines
 
     def render(self) -> str:
         """Renders the prediction for people."""
         law, rate, lost = self.law, self.learning_rate, self.batch_flatness
         n, d = format_large(self.parameters), format_large(self.tokens)
-        reach = law.reach(self.parameters, self.tokens).items()
-        times = ", ".join(f"{value:.3g} times the {name}" for name, value in reach)
         lines = [
             f"expected loss of {self.target}, {n} parameters on {d} tokens:",
-            *self.describe_loss(),
+            *law.describe(self.parameters, self.tokens),
             f"learning rate {rate.value:.3g} ({rate.low:.3g} to {rate.high:.3g}); "
             f"the run has {self.given_rate:.3g}",
             f"batch {self.batch} sequences; the run has {self.given_batch}"
             + ("" if lost is None else f"; half or twice as many lose at least {lost:.4f}"),
-            f"reach: {times} of the largest of {law.n_runs} runs in {law.n_sizes} sizes",
             *(f"left out {name}: {reason}" for name, reason in law.left_out.items()),
         ]
         return "\n".join(lines)
@@ -133,7 +89,7 @@ def open_ladder(folder: Path) -> Ladder:
     """Reads a ladder's target and sizes.
 
     Raises:
-        DataError: a file is missing or damaged, or the rules of sizes have changed since.
+        DataError: a file is missing or damaged.
     """
     try:
         sizes = msgspec.json.decode(read_file(folder / SIZES), type=LadderSizes)
@@ -141,17 +97,7 @@ def open_ladder(folder: Path) -> Ladder:
         raise DataError(
             f"{folder / SIZES} cannot be read: {error}", "restore it, or begin another ladder"
         ) from None
-    ladder = Ladder(load_run(str(folder / TARGET)).run, sizes)
-    known = sets.read_set(folder) if sets.is_set(folder) else sets.RunSet(folder, [])
-    for member in known.members:
-        size = int(member.values["size"])
-        if load_run(str(known.run_file(member))).run.model != ladder.models[size]:
-            raise DataError(
-                f"{member.name} has another shape than size {size} of {folder}: another version of "
-                "Trainyard has other rules, or the file was changed",
-                "finish it with that version; or give the run another name, for a new ladder",
-            )
-    return ladder
+    return Ladder(load_run(str(folder / TARGET)).run, sizes)
 
 
 def write_ladder(ladder: Ladder) -> sets.RunSet:
@@ -162,39 +108,47 @@ def write_ladder(ladder: Ladder) -> sets.RunSet:
         UserError: what the target reads is missing.
     """
     folder, target = RUNS / f"{ladder.target.name}{ENDING}", render_run(ladder.target)
-    if is_ladder(folder):
-        known = sets.read_set(folder)
-        if render_run(open_ladder(folder).target) == target:
-            return known
+    if not is_ladder(folder):
+        open_run(folder, run=ladder.target).refuse_missing_inputs()
+        folder.mkdir(parents=True, exist_ok=True)
+        publish_text(folder / TARGET, target)
+        publish_text(folder / SIZES, to_json(ladder.sizes))
+        grow_ladder(folder)
+    elif render_run(open_ladder(folder).target) != target:
         raise DataError(
             f"{folder} is the ladder of another {ladder.target.name}",
             f"continue it: trainyard ladder {folder}; or give the run another name",
         )
-    open_run(folder, run=ladder.target).refuse_missing_inputs()
-    folder.mkdir(parents=True, exist_ok=True)
-    publish_text(folder / TARGET, target)
-    publish_text(folder / SIZES, to_json(ladder.sizes))
-    return grow_ladder(folder) or sets.read_set(folder)
+    return sets.read_set(folder)
 
 
 def grow_ladder(folder: Path) -> sets.RunSet | None:
     """Adds the members that come next; None if some are not done, or if it is complete.
 
     Several programs may train a ladder: one of them adds.
+
+    Raises:
+        DataError: the rules of sizes have changed since it was begun.
     """
     ladder = open_ladder(folder)
     first = ladder.target.train.seed
     with hold(folder / "claims" / "next"):
         known = sets.read_set(folder) if sets.is_set(folder) else sets.RunSet(folder, [])
+        for name, run in known.load_members().items():
+            if run.model not in ladder.models:
+                raise DataError(
+                    f"{name} has another shape than the sizes of {folder}: another version of "
+                    "Trainyard has other rules, or the file was changed",
+                    "finish it with that version; or give the run another name, for a new ladder",
+                )
         losses, members, runs = read_losses(known), [*known.members], {}
         if sum(map(len, losses.values())) < len(members):
             return None
         rungs = ladder.next_rungs(average(losses))
         for rung, seed in itertools.product(rungs, range(first, first + ladder.sizes.n_seeds)):
             name = f"{folder.name}-{len(members) + 1:02}"
-            members.append(
-                sets.Member(folder.with_name(name), {**rung.values, sets.SEED: str(seed)})
-            )
+            values = {factor: f"{value:.4g}" for factor, value in asdict(rung).items()}
+            members.append(sets.Member(folder.with_name(name), values | {sets.SEED: str(seed)}))
             runs[name] = rules.change(ladder.build(rung), {"name": name, "train.seed": seed})
         if runs:
             sets.write_set(sets.RunSet(folder, members), runs)
@@ -208,17 +162,11 @@ def read_losses(run_set: sets.RunSet) -> dict[Rung, list[float]]:
     """
     losses: dict[Rung, list[float]] = {}
     for one in read_results(run_set).members:
-        is_stopped = bool(run_set.why_stopped(one.member))
-        if one.is_done or is_stopped:
-            loss = math.inf if one.loss is None or is_stopped else one.loss
+        loss = math.inf if run_set.why_stopped(one.member) else one.final_loss
+        if loss is not None:
             rung = msgspec.convert(one.member.values, Rung, strict=False)
             losses.setdefault(rung, []).append(loss)
     return losses
-
-
-def to_json(found: Any) -> str:
-    """Returns indented JSON, with a newline at its end."""
-    return msgspec.json.format(msgspec.json.encode(found)).decode() + "\n"
 
 
 def conclude(folder: Path, picture: Path | None = None) -> Prediction:
@@ -300,7 +248,6 @@ def predict_target(ladder: Ladder, losses: Mapping[Rung, Sequence[float]]) -> Pr
         batch=max(1, round(batch * target.train.global_batch_size)),
         given_batch=target.train.global_batch_size,
         batch_flatness=flatness,
-        cost_share=ladder.sizes.cost_share,
     )
 
 
@@ -311,8 +258,7 @@ def describe_expected(run: Run) -> tuple[dict[str, Any], list[str]]:
     and layout only.
 
     Returns:
-        for programs, the ladder, the run's parameters, held-out loss, its 90 % interval, why it
-        cannot be trusted, if so, and the best run of as many FLOP; and the same in lines.
+        for programs, the ladder and what `Law.answer` returns; and the same in lines.
     """
     others = sorted(path.parent for path in RUNS.glob(f"*{ENDING}/{PREDICTION}"))
     for folder in [RUNS / f"{run.name}{ENDING}", *others]:
@@ -323,10 +269,5 @@ def describe_expected(run: Run) -> tuple[dict[str, Any], list[str]]:
     else:
         return {}, []
     n, d = count_parameters(run), resolve(run).n_tokens
-    found = msgspec.structs.replace(found, parameters=n, tokens=d)
-    value, *interval = found.loss
-    expected = {"ladder": str(folder), "parameters": n, "loss": value, "interval": interval}
-    expected |= {"problems": found.problems}
-    expected |= {"optimum": found.optimum} if found.optimum else {}
-    first, *lines = found.describe_loss()
-    return expected, [f"{first}; by {folder}", *lines]
+    first, *lines = found.law.describe(n, d)
+    return {"ladder": str(folder)} | found.law.answer(n, d), [f"{first}; by {folder}", *lines]

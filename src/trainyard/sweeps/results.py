@@ -10,6 +10,7 @@ from functools import cached_property
 from typing import Any
 
 from trainyard.errors import UserError, printable
+from trainyard.log import align
 from trainyard.report.metrics import is_finite
 from trainyard.report.run_view import UNKNOWN, RunView, read_run
 from trainyard.sweeps.sets import Member, RunSet
@@ -33,19 +34,19 @@ class MemberResult:
     view: RunView | None
 
     @property
-    def is_done(self) -> bool:
-        """Whether it has trained to its end, so that its loss can be compared."""
-        return self.state == "done" and self.loss is not None
+    def final_loss(self) -> float | None:
+        """Its loss once it has trained to its end, so that it can be compared."""
+        return self.loss if self.state == "done" else None
 
 
-@dataclass(frozen=True)
+@dataclass
 class Setting:
     """The members of a set that differ by their seeds only."""
 
     values: Mapping[str, str]
-    losses: Sequence[float]
+    losses: list[float]
     """Final held-out losses of those that are done."""
-    n_members: int
+    n_members: int = 0
 
     @property
     def mean(self) -> float:
@@ -87,28 +88,22 @@ class SetResults:
         states = [one.state for one in self.members]
         return ", ".join(f"{states.count(state)} {state}" for state in sorted(set(states)))
 
-    @property
-    def best(self) -> Setting | None:
-        """The setting with the lowest mean loss; None before a run is done."""
-        return self.settings[0] if self.settings[0].losses else None
-
     @cached_property
     def settings(self) -> list[Setting]:
         """The settings, that with the lowest mean loss first; those without a loss last."""
-        by_setting: dict[tuple[str, ...], list[MemberResult]] = {}
-        fields = self.run_set.fields
+        found: dict[tuple[str, ...], Setting] = {}
         for one in self.members:
-            setting = tuple(one.member.values[field] for field in fields)
-            by_setting.setdefault(setting, []).append(one)
-        found = [
-            Setting(
-                dict(zip(fields, setting, strict=True)),
-                [one.loss for one in ones if one.is_done and one.loss is not None],
-                len(ones),
-            )
-            for setting, ones in by_setting.items()
-        ]
-        return sorted(found, key=lambda one: one.mean)
+            values = {field: one.member.values[field] for field in self.run_set.fields}
+            setting = found.setdefault((*values.values(),), Setting(values, []))
+            setting.n_members += 1
+            if one.final_loss is not None:
+                setting.losses.append(one.final_loss)
+        return sorted(found.values(), key=lambda one: one.mean)
+
+    @property
+    def ranked(self) -> list[Setting]:
+        """The settings with a loss, that with the lowest mean first."""
+        return [one for one in self.settings if one.losses]
 
     @property
     def effects(self) -> list[Effect]:
@@ -118,8 +113,7 @@ class SetResults:
         for field in () if self.run_set.conclusion else self.run_set.fields:
             values = dict.fromkeys(one.member.values[field] for one in self.members)
             for value in values if len(values) > 1 else ():
-                means = [one.mean for one in self.settings if one.values[field] == value]
-                means = [mean for mean in means if mean < math.inf]
+                means = [one.mean for one in self.ranked if one.values[field] == value]
                 if means:
                     mean = statistics.fmean(means)
                     effects.append(Effect(field, value, mean, min(means), len(means)))
@@ -130,18 +124,17 @@ class SetResults:
         """Says which setting is best, and whether seeds could explain the difference."""
         if self.run_set.conclusion:
             return self.run_set.conclusion
-        ranked = [one for one in self.settings if one.losses]
-        if (best := self.best) is None:
+        if not self.ranked:
             return "no run is done yet"
+        best, *others = self.ranked
         text = f"best: {describe_values(best.values) or 'the only setting'}, {best.mean:.4f}"
-        if len(ranked) == 1:
+        if not others:
             return text
-        gap = ranked[1].mean - best.mean
+        gap = others[0].mean - best.mean
         text += f"; the second is {gap:.4f} higher"
-        errors = [one.error for one in ranked[:2] if one.error is not None]
-        if len(errors) < 2:
+        if best.error is None or others[0].error is None:
             return f"{text}; more --seeds show whether that is more than chance"
-        error = math.hypot(*errors)  # of the difference of two means
+        error = math.hypot(best.error, others[0].error)  # of the difference of two means
         verdict = "less than" if gap < 2 * error else "more than"
         return f"{text}, {verdict} twice its standard error over seeds, {error:.4f}"
 
@@ -230,18 +223,19 @@ def describe_state(results: SetResults) -> str:
 
 def results_row(results: SetResults) -> tuple[str, ...]:
     """Returns state, step and loss, for a list of runs."""
-    best = f"{results.best.mean:.4f} held out" if results.best else ""
-    return describe_state(results), "", best
+    best = [f"{one.mean:.4f} held out" for one in results.ranked] or [""]
+    return describe_state(results), "", best[0]
 
 
 def render_results(results: SetResults) -> str:
     """Renders a table of the settings, best first, and the unfinished runs."""
     lines = [f"{results.run_set.name}: {describe_state(results)}", ""]
-    lines += align(tabulate_settings(results))
+    settings = tabulate_settings(results)
+    lines += align(settings, right=range(len(settings[0])))
     if len(results.settings) > MOST_ROWS:
         lines.append(f"... and {len(results.settings) - MOST_ROWS} more")
     if len(effects := tabulate_effects(results)) > 1:
-        lines += ["", *align(effects)]
+        lines += ["", *align(effects, right=range(1, len(effects[0])))]
     if others := describe_others(results):
         lines += ["", *others]
     return "\n".join(map(printable, [*lines, "", *results.verdict.splitlines()]))
@@ -252,17 +246,3 @@ def _describe_other(results: SetResults, one: MemberResult) -> str:
     loss = "" if one.loss is None else f", held out {one.loss:.4f}"
     text = f"{one.member.name}: {one.state} at {one.share:.0%}{loss}"
     return text + (f": {why}" if why else "")
-
-
-def align(rows: Sequence[Sequence[str]]) -> list[str]:
-    """Aligns columns; those of numbers at the right."""
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    is_number = [
-        all(cell[:1].isdigit() or cell == UNKNOWN for cell in column[1:])
-        for column in zip(*rows, strict=True)
-    ]
-    pairs = (zip(row, widths, is_number, strict=True) for row in rows)
-    return [
-        "  ".join(c.rjust(w) if right else c.ljust(w) for c, w, right in row).rstrip()
-        for row in pairs
-    ]

@@ -29,7 +29,7 @@ from trainyard.checkpoint.resume import run_changes
 from trainyard.config.load import load_run, parse_toml, render_run
 from trainyard.config.rules import change
 from trainyard.config.run import Run
-from trainyard.errors import ConfigError, explain_failure
+from trainyard.errors import ConfigError
 from trainyard.files import publish_text, read_file
 from trainyard.launch.lock import hold
 from trainyard.planning.shorten import follow_length
@@ -137,24 +137,21 @@ def split_axes(overrides: Sequence[str]) -> tuple[list[str], dict[str, list[str]
     Raises:
         ConfigError: one is not of this form, or its field is there twice.
     """
-    shared: list[str] = []
+    given: dict[str, str] = {}
     axes: dict[str, list[str]] = {}
-    fields: set[str] = set()
     for text in overrides:
         field, equals, value = text.partition("=")
         field, values = field.strip(), split_values(value)
         if not equals:
             raise ConfigError(f"{text!r} is not of the form section.field=value,value")
-        if field in fields:
+        if field in given:
             raise ConfigError(f"{field} is given twice", f"{field}=value,value")
-        fields.add(field)
+        given[field] = text
         if len(values) > 1 or _RANGE.fullmatch(values[0]):
             axes[field] = values
-        else:
-            shared.append(text)
     if "name" in axes:
         raise ConfigError("name names one run", "--name NAME names the set, and so its runs")
-    return shared, axes
+    return [text for field, text in given.items() if field not in axes], axes
 
 
 def split_values(text: str) -> list[str]:
@@ -266,23 +263,20 @@ def build_set(
     base = load_run(run_file, [*shared, *named]).run
     settings = expand(axes, n_seeds, n_drawn, base.train.seed)
     folder = RUNS / (name or f"{base.name}-sweep")
-    members = [*read_set(folder).members] if is_set(folder) else []
-    if members and members[0].values.keys() != settings[0].keys():
+    known = read_set(folder) if is_set(folder) else RunSet(folder, [])
+    if known.members and known.members[0].values.keys() != settings[0].keys():
         raise ConfigError(
-            f"{folder} varies {', '.join(RunSet(folder, members).fields) or 'the seed'} alone",
+            f"{folder} varies {', '.join(known.fields) or 'the seed'} alone",
             "--name NAME makes another set",
         )
-    by_values = {_identify(member.values): member for member in members}
+    members = {_identify(member.values): member for member in known.members}
     runs: dict[str, Run] = {}
     for values in settings:
         own = [*shared, *(f"{field}={value}" for field, value in values.items())]
         run = follow_length(load_run(run_file, own).run, run_file, own, None)
-        member = by_values.get(_identify(values))
-        if member is None:
-            member = Member(folder.with_name(f"{folder.name}-{len(members) + 1:02}"), values)
-            by_values[_identify(values)] = member
-            members.append(member)
-        elif member.name in runs:
+        new = Member(folder.with_name(f"{folder.name}-{len(members) + 1:02}"), values)
+        member = members.setdefault(_identify(values), new)
+        if member.name in runs:
             raise ConfigError("the same values twice: " + " ".join(own[len(shared) :]))
         runs[member.name] = change(run, {"name": member.name})
     if any(run.evaluate.batches == 0 for run in runs.values()):
@@ -293,7 +287,7 @@ def build_set(
             "losses of different tokenizers or held-out texts cannot be compared",
             "give all runs one tokenizer, and one data.valid",
         )
-    return RunSet(folder, members), runs
+    return RunSet(folder, [*members.values()]), runs
 
 
 def _identify(values: Mapping[str, str]) -> frozenset[tuple[str, float | str]]:
@@ -329,8 +323,7 @@ def write_set(run_set: RunSet, runs: Mapping[str, Run]) -> None:
         if taken:
             problem = f"{taken[0]} is a run that is not in the set {run_set.name}"
             raise ConfigError(problem, "--name NAME gives the set another name")
-        with explain_failure(f"{run_set.folder} cannot be written", "free some space"):
-            (run_set.folder / MEMBERS).mkdir(exist_ok=True)
+        (run_set.folder / MEMBERS).mkdir(exist_ok=True)
         for member in run_set.members:
             if member.name in runs:
                 publish_text(run_set.run_file(member), render_run(runs[member.name]))
