@@ -60,7 +60,7 @@ def test_sizes_are_of_the_family_and_cost_the_share(name: str) -> None:
         model = member.model
         assert not rules.broken_rules(member)
         assert family_of(member) == family_of(run)
-        assert model.d_model % model.n_heads == 0
+        assert model.d_model % model.n_heads == 0 and model.n_layers >= 2
         ratio = whole.n_heads * whole.d_head / whole.d_model
         assert model.n_heads * model.d_head == round(model.d_model * ratio)
         assert model.n_heads % model.n_key_value_heads == 0

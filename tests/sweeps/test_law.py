@@ -57,6 +57,7 @@ def test_chinchilla_has_its_published_parameters(chinchilla: Points) -> None:
     for name, error in (("E", 0.03), ("alpha", 0.02), ("beta", 0.02)):  # published standard errors
         estimate = law.estimates()[name]
         assert 0.5 < (estimate.high - estimate.low) / (2 * 1.645 * error) < 2, name
+    assert abs(law.missed) < 0.02
     names = [*law.left_out]
     assert names[:5] == [f"line {number}" for number in range(2, 7)] and len(names) == 6
     best = law.optimum(5.76e23)  # Chinchilla 70B had 1.4T tokens
@@ -126,7 +127,8 @@ def test_the_largest_models_follow_from_three_smaller(shared_data: Path) -> None
         n, d, losses = (np.array(values) for values in runs[:3])
         small = n < n.max()
         law = fit_law(n[small], d[small], losses[small])
-        assert law.n_sizes == 3
+        assert law.n_sizes == 3 and law.missed == 0  # too few without the largest
+        assert abs(fit_law(n, d, losses).missed) < 0.02
         for run in np.flatnonzero(~small):
             estimate = law.predict(n[run], d[run])
             errors.append(abs(estimate.value / losses[run] - 1))
@@ -226,6 +228,14 @@ def test_predictions_that_cannot_be_trusted_have_reasons(
     assert any(
         "the interval, " in one and ", over ±3%: add" in one for one in noisy.problems(*LARGE)
     )
+    n, d, losses = make_runs()
+    jump = np.where(n == n.max(), 0.94, 1.0)  # such as one that learned what no smaller one could
+    jumped = fit_law(n, d, losses * jump)
+    assert any(
+        one.startswith("a law of the smaller sizes misses the largest by +")
+        for one in jumped.problems(*LARGE)
+    )
+    assert abs(law.missed) < 0.01
     for number, bound, problem in ((4, 0.9, "beta is 0.9, at"), (2, np.log(0.05), "E is 0.05, at")):
         theta = [*law.parameters]
         theta[number] = bound

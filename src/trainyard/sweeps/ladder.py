@@ -4,8 +4,8 @@ Each size has half as many parameters in its blocks as the one before, or anothe
 follows from the run at the top, the target, by rules: N parameters in blocks, D tokens; of the
 target N* and D*.
 
-    width, depth     their ratio stays; so do the size of a head, the heads that share keys, and
-                     the widths of MLPs and experts as multiples of d_model
+    width, depth     their ratio stays, with at least 2 blocks; so do the size of a head, the heads
+                     that share keys, and the widths of MLPs and experts as multiples of d_model
     length           0.5, 1 and 2 times D* N / N*; of the largest without 2
     batch            B* (D / D*)^0.571, in micro batches of the target's activations
     learning rate    r* (N* / N)^0.713 (D / D*)^0.307         the same; with parametrization
@@ -51,6 +51,8 @@ SLOPE_DEVIATION, RATE_DEVIATION = 0.25, 0.15
 """Standard deviations supposed: of the exponent by which the best rates leave the rule, and of the
 logarithm of a measured best rate."""
 LEAST_HEAD, LEAST_HEADS, WIDTH_STEP = 8, 2, 16
+LEAST_BLOCKS = 2
+"""Of a target with as many: one cannot look up what followed earlier (arXiv:2209.11895)."""
 LEAST_RATIO = 1.2
 """Least that neighbouring sizes differ by, where whole blocks and heads allow few shapes."""
 HELD_OUT_TOKENS = 4_000_000
@@ -243,7 +245,7 @@ def scale_model(whole: Model, n_parameters: float, most: float = math.inf) -> Mo
         most: not to exceed, unless the smallest model does.
     """
     widths, per_block = _by_width(whole)
-    depths = np.arange(1, whole.n_layers + 1)[:, None]
+    depths = np.arange(min(LEAST_BLOCKS, whole.n_layers), whole.n_layers + 1)[:, None]
     shapes = widths / depths * whole.n_layers / whole.d_model
     # Of shapes that trade one for the other evenly, that with the nearest number of parameters.
     off = abs(np.log(depths * per_block / n_parameters)) + 0.99 * abs(np.log(shapes))

@@ -46,7 +46,7 @@ DIVERGED_SCATTERS, LEAST_SCATTER, DOMINATED = 10, 0.002, 0.03
 ASSUMED_RUNS = 2
 """Runs of expected scatter that count beside the real ones: a few show too little of it."""
 N_DRAWS = 200
-ONE_RATIO, MOST_HALF_WIDTH, MOST_REACH = 1.5, 0.03, 30
+ONE_RATIO, MOST_HALF_WIDTH, MOST_REACH, LARGEST = 1.5, 0.03, 30, 1.2
 
 
 class Estimate(NamedTuple):
@@ -77,6 +77,8 @@ class Law(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         n_runs: number of runs that it is fitted to.
         n_sizes: number of their sizes.
         ratio: tokens per parameter, where all runs have one.
+        missed: log loss of the largest size, above what a law fitted to the others says; 0 if they
+            are too few.
         left_out: runs that the fit does not use, with reasons.
     """
 
@@ -87,6 +89,7 @@ class Law(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     n_runs: int
     n_sizes: int
     ratio: float | None
+    missed: float
     left_out: dict[str, str]
 
     def predict(self, parameters: float, tokens: float) -> Estimate:
@@ -176,6 +179,9 @@ class Law(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         if width > MOST_HALF_WIDTH:
             limit = f"over ±{MOST_HALF_WIDTH:.0%}: add a larger size, or seeds"
             found.append(f"the interval, {low:.4g} to {high:.4g}, is ±{width:.1%}, {limit}")
+        if abs(self.missed) > MOST_HALF_WIDTH:
+            limit = f"{-self.missed:+.1%}, over {MOST_HALF_WIDTH:.0%}: take larger sizes"
+            found.append(f"a law of the smaller sizes misses the largest by {limit}")
         if times > MOST_REACH:
             limit = f"tested to {MOST_REACH}: add a larger one"
             found.append(f"{times:.3g} times the largest run, {limit}")
@@ -260,10 +266,11 @@ def fit_law(
     ray = float(np.median(ratios)) if is_ray else None
     x, y = np.log([n] if ray else [n, d]).T, np.log(np.where(all_losses > 0, all_losses, np.nan))
     reasons = _find_diverged(n, d, all_losses)
+    least = (4, 4) if ray else (3, 6)
     while True:
         kept = np.array([not reason for reason in reasons], bool)
         n_runs, n_sizes = int(kept.sum()), len(np.unique(n[kept]))
-        if n_sizes < (4 if ray else 3) or n_runs < (4 if ray else 6):
+        if n_sizes < least[0] or n_runs < least[1]:
             few = "3 sizes, as E, A and alpha take three, and 6 runs"
             few = "4 sizes of one ratio, as three fit any law exactly" if ray else few
             hint = "train more sizes, each twice the last, and some with 4 times more tokens"
@@ -278,6 +285,10 @@ def fit_law(
             above = f"{math.expm1(distances[i]):.1%} above the fit"
             reasons[i] = f"its loss, {all_losses[i]:.4g}, is {above}: diverged, or undertrained"
     n, d, x, y = n[kept], d[kept], x[kept], y[kept]
+    is_small, missed = n * LARGEST < max(n), 0.0
+    if len(np.unique(n[is_small])) >= least[0] and is_small.sum() >= least[1]:
+        without = _fit(x[is_small], y[is_small])
+        missed = float(np.mean((y - _log_losses(without, x))[~is_small]))
     n_free = len(n) - x.shape[1] - 1 + ASSUMED_RUNS
     total = np.abs(distances[kept]).sum() + ASSUMED_RUNS * EXPECTED_SCATTER
     noise = np.random.default_rng(1).laplace(0, total * ASSUMED_RUNS / n_free**2, (N_DRAWS, len(n)))
@@ -291,6 +302,7 @@ def fit_law(
         n_runs=n_runs,
         n_sizes=n_sizes,
         ratio=ray,
+        missed=missed,
         left_out={name: why for name, why in zip(labels, reasons, strict=True) if why},
     )
 
