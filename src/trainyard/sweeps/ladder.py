@@ -52,7 +52,7 @@ SLOPE_DEVIATION, RATE_DEVIATION = 0.25, 0.15
 logarithm of a measured best rate."""
 LEAST_HEAD, LEAST_HEADS, WIDTH_STEP = 8, 2, 16
 LEAST_BLOCKS = 2
-"""Of a target with as many: one cannot look up what followed earlier (arXiv:2209.11895)."""
+"""Unless the target has one, which cannot look up what followed earlier (arXiv:2209.11895)."""
 LEAST_RATIO = 1.2
 """Least that neighbouring sizes differ by, where whole blocks and heads allow few shapes."""
 HELD_OUT_TOKENS = 4_000_000

@@ -285,10 +285,6 @@ def fit_law(
             above = f"{math.expm1(distances[i]):.1%} above the fit"
             reasons[i] = f"its loss, {all_losses[i]:.4g}, is {above}: diverged, or undertrained"
     n, d, x, y = n[kept], d[kept], x[kept], y[kept]
-    is_small, missed = n * LARGEST < max(n), 0.0
-    if len(np.unique(n[is_small])) >= least[0] and is_small.sum() >= least[1]:
-        without = _fit(x[is_small], y[is_small])
-        missed = float(np.mean((y - _log_losses(without, x))[~is_small]))
     n_free = len(n) - x.shape[1] - 1 + ASSUMED_RUNS
     total = np.abs(distances[kept]).sum() + ASSUMED_RUNS * EXPECTED_SCATTER
     noise = np.random.default_rng(1).laplace(0, total * ASSUMED_RUNS / n_free**2, (N_DRAWS, len(n)))
@@ -302,9 +298,18 @@ def fit_law(
         n_runs=n_runs,
         n_sizes=n_sizes,
         ratio=ray,
-        missed=missed,
+        missed=_miss_largest(n, x, y, least),
         left_out={name: why for name, why in zip(labels, reasons, strict=True) if why},
     )
+
+
+def _miss_largest(n: Array, x: Array, y: Array, least: tuple[int, int]) -> float:
+    """Returns the mean distance of the largest size from a law of the others; 0 if too few."""
+    is_small = n * LARGEST < max(n)
+    if len(np.unique(n[is_small])) < least[0] or is_small.sum() < least[1]:
+        return 0.0
+    distances = y - _log_losses(_fit(x[is_small], y[is_small]), x)
+    return float(np.mean(distances[~is_small]))
 
 
 def _find_diverged(n: Array, d: Array, losses: Array) -> list[str]:
