@@ -23,7 +23,10 @@ import tomllib
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+import msgspec
 from measuring import Figures, describe_machine, publish
+
+from trainyard.sweeps.law import Law
 
 VOCABULARY = 320
 LADDER = ("--share", "0.3", "--ratio", "1.7")
@@ -175,28 +178,28 @@ class Pair:
 
     def compare(self, rates: list[float]) -> Figures:
         """Compares what the ladder says with what the target does."""
-        words = ["plan", self.file.name, f"name={self.name}", *self.own, "--json"]
-        expected = json.loads(call(words, self.folder))["expected"]
         losses = {self.rate(factor): self.train(factor) for factor in rates}
         truth = losses[self.rate(1.0)]
-        low, high = expected["interval"]
+        law = msgspec.convert(self.ladder["law"], Law)
+        run = self.ladder["parameters"], self.ladder["tokens"]
+        value, low, high = law.predict(*run)
         member_files = sorted((self.folder / "runs").glob(f"{self.name}-ladder-*/plan.json"))
         plans = [json.loads(path.read_text(encoding="utf-8")) for path in member_files]
         return {
-            "predicted": round(expected["loss"], 4),
+            "predicted": round(value, 4),
             "interval": [round(low, 4), round(high, 4)],
-            "problems": expected["problems"],
+            "problems": law.problems(*run),
+            "missed_of_largest": round(law.missed, 4),
             "trained": round(truth, 4),
-            "error": round(expected["loss"] / truth - 1, 4),
+            "error": round(value / truth - 1, 4),
             "in_interval": low <= truth <= high,
-            "parameters": expected["parameters"],
+            "parameters": run[0],
             "largest": self.ladder["law"]["largest"],
             "recommended_rate": [float(f"{rate:.3g}") for rate in self.ladder["learning_rate"]],
             "recommended_batch": self.ladder["batch"],
             "held_out_by_rate": {rate: round(loss, 4) for rate, loss in losses.items()},
             "n_runs": len(plans),
             "tokens": sum(plan["n_tokens"] for plan in plans),
-            "cost_share": round(self.ladder["cost_share"], 3),
         }
 
 

@@ -34,6 +34,7 @@ from trainyard.config.rules import change
 from trainyard.config.run import Run
 from trainyard.optim.adamw import AdamW
 from trainyard.planning.ladder import find_minimum
+from trainyard.report.pictures import draw_sweeps
 from trainyard.simulate import parametrization as checking
 
 VOCABULARY = 320
@@ -51,6 +52,7 @@ def main() -> None:
     parser.add_argument("--kinds", nargs="+", default=[STANDARD, HELD, COMPLETE])
     parser.add_argument("--steps", type=int, default=400)
     parser.add_argument("--output", type=Path)
+    parser.add_argument("--picture", type=Path, help="to draw: .png or .svg")
     given = parser.parse_args()
     widths, depths = (
         [int(word) for word in text.split(",")] for text in (given.widths, given.depths)
@@ -84,6 +86,8 @@ def main() -> None:
                     record[f"{search.kind}, {axis}"] = search.describe()
                 seconds = round(time.monotonic() - started)
                 publish(record | {"steps": given.steps, "seconds": seconds}, given.output)
+    if given.picture:
+        draw(record, given.picture)
 
 
 class Search:
@@ -146,6 +150,19 @@ class Search:
             "lowest": lowest,
             "price": prices,
         }
+
+
+def draw(record: Figures, path: Path) -> None:
+    """Draws the losses over rates, a panel for each kind and axis."""
+    tables = []
+    for name, found in record.items():
+        if isinstance(found, dict) and "losses" in found:
+            rates = sorted({rate for row in found["losses"].values() for rate in row}, key=float)
+            # Depth x width: the one that grows.
+            sizes = [int(key.split(" x ")[name.endswith("width")]) for key in found["losses"]]
+            rows = [[row.get(rate, math.inf) for rate in rates] for row in found["losses"].values()]
+            tables.append(checking.ScalingTable(name, sizes, rates, rows))
+    draw_sweeps(tables, path)
 
 
 def train(run: Run, held: bool) -> float:
