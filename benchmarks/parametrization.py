@@ -140,7 +140,7 @@ class Search:
             lowest.append(round(min(found.values()), 4))
             prices.append(round(found[first] - min(found.values()), 4))
         table = {
-            f"{shape[0]} x {shape[1]}": {f"{2.0**n:.3g}": round(found[n], 4) for n in sorted(found)}
+            f"{shape[0]} x {shape[1]}": {f"{2.0**n:.2g}": round(found[n], 4) for n in sorted(found)}
             for shape, found in self.losses.items()
         }
         return {

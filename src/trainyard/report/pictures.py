@@ -299,5 +299,7 @@ def draw_sweeps(sweeps: Sequence[ScalingTable], path: Path) -> None:
                 rates = [*map(float, sweep.columns)]
                 axes.plot(rates, sweep.rows[n], label=str(size), **look, **LOOKS["points"])
                 axes.axvline(sweep.best[n], **look, **LOOKS["thin"])
+            axes.set_xticks([*map(float, sweep.columns)], sweep.columns, rotation=45)
+            axes.minorticks_off()
             axes.legend()
     save_picture(figure, path)
