@@ -52,7 +52,9 @@ def main() -> None:
     parser.add_argument("--kinds", nargs="+", default=[STANDARD, HELD, COMPLETE])
     parser.add_argument("--steps", type=int, default=400)
     parser.add_argument("--output", type=Path)
-    parser.add_argument("--picture", type=Path, help="to draw: .png or .svg")
+    parser.add_argument(
+        "--picture", type=Path, help="rates.svg: draws rates-width.svg and rates-depth.svg"
+    )
     given = parser.parse_args()
     widths, depths = (
         [int(word) for word in text.split(",")] for text in (given.widths, given.depths)
@@ -86,8 +88,8 @@ def main() -> None:
                     record[f"{search.kind}, {axis}"] = search.describe()
                 seconds = round(time.monotonic() - started)
                 publish(record | {"steps": given.steps, "seconds": seconds}, given.output)
-    if given.picture:
-        draw(record, given.picture)
+    for axis in shapes if given.picture else ():
+        draw(record, axis, given.picture.with_stem(f"{given.picture.stem}-{axis}"))
 
 
 class Search:
@@ -152,14 +154,14 @@ class Search:
         }
 
 
-def draw(record: Figures, path: Path) -> None:
-    """Draws the losses over rates, a panel for each kind and axis."""
+def draw(record: Figures, axis: str, path: Path) -> None:
+    """Draws the losses over rates along an axis, a panel for each kind."""
     tables = []
     for name, found in record.items():
-        if isinstance(found, dict) and "losses" in found:
+        if name.endswith(f", {axis}"):
             rates = sorted({rate for row in found["losses"].values() for rate in row}, key=float)
             # Depth x width: the one that grows.
-            sizes = [int(key.split(" x ")[name.endswith("width")]) for key in found["losses"]]
+            sizes = [int(key.split(" x ")[axis == "width"]) for key in found["losses"]]
             rows = [[row.get(rate, math.inf) for rate in rates] for row in found["losses"].values()]
             tables.append(checking.ScalingTable(name, sizes, rates, rows))
     draw_sweeps(tables, path)

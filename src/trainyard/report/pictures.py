@@ -301,5 +301,5 @@ def draw_sweeps(sweeps: Sequence[ScalingTable], path: Path) -> None:
                 axes.axvline(sweep.best[n], **look, **LOOKS["thin"])
             axes.set_xticks([*map(float, sweep.columns)], sweep.columns, rotation=45)
             axes.minorticks_off()
-            axes.legend()
+            axes.legend(framealpha=0.5)
     save_picture(figure, path)
