@@ -232,7 +232,7 @@ def test_predictions_that_cannot_be_trusted_have_reasons(
     jump = np.where(n == n.max(), 0.94, 1.0)  # such as one that learned what no smaller one could
     jumped = fit_law(n, d, losses * jump)
     assert any(
-        one.startswith("a law of the smaller sizes misses the largest by +")
+        one.startswith("a law fitted to the smaller sizes is off by +")
         for one in jumped.problems(*LARGE)
     )
     assert abs(law.missed) < 0.01

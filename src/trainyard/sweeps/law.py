@@ -77,7 +77,7 @@ class Law(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         n_runs: number of runs that it is fitted to.
         n_sizes: number of their sizes.
         ratio: tokens per parameter, where all runs have one.
-        missed: log loss of the largest size, above what a law fitted to the others says; 0 if they
+        missed: log loss of the largest size minus that of a law fitted to the others; 0 if those
             are too few.
         left_out: runs that the fit does not use, with reasons.
     """
@@ -180,8 +180,8 @@ class Law(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             limit = f"over ±{MOST_HALF_WIDTH:.0%}: add a larger size, or seeds"
             found.append(f"the interval, {low:.4g} to {high:.4g}, is ±{width:.1%}, {limit}")
         if abs(self.missed) > MOST_HALF_WIDTH:
-            limit = f"{-self.missed:+.1%}, over {MOST_HALF_WIDTH:.0%}: take larger sizes"
-            found.append(f"a law of the smaller sizes misses the largest by {limit}")
+            limit = f"{-self.missed:+.1%} at the largest, over {MOST_HALF_WIDTH:.0%}"
+            found.append(f"a law fitted to the smaller sizes is off by {limit}: add larger sizes")
         if times > MOST_REACH:
             limit = f"tested to {MOST_REACH}: add a larger one"
             found.append(f"{times:.3g} times the largest run, {limit}")
