@@ -54,7 +54,7 @@ def _show_stacks(pid: int) -> None:
     caught = re.search(r"^SigCgt:\s*(\w+)", Path(f"/proc/{pid}/status").read_text(), re.MULTILINE)
     if caught and int(caught[1], 16) >> SHOW_STACKS - 1 & 1:
         os.kill(pid, SHOW_STACKS)
-        time.sleep(1)
+        time.sleep(1)  # for its print: the test has failed already, and nothing depends on it
 
 
 def prepare_fork() -> None:

@@ -26,6 +26,7 @@ from trainyard.sweeps.ladder import (
     family_of,
     fit_rates,
     price_rungs,
+    scale_model,
     training_flops,
 )
 from trainyard.sweeps.prediction import (
@@ -60,13 +61,23 @@ def test_sizes_are_of_the_family_and_cost_the_share(name: str) -> None:
         model = member.model
         assert not rules.broken_rules(member)
         assert family_of(member) == family_of(run)
-        assert model.d_model % model.n_heads == 0 and model.n_layers >= 2
+        assert model.d_model % model.n_heads == 0
         ratio = whole.n_heads * whole.d_head / whole.d_model
         assert model.n_heads * model.d_head == round(model.d_model * ratio)
         assert model.n_heads % model.n_key_value_heads == 0
         assert model.d_ff / model.d_model == pytest.approx(whole.d_ff / whole.d_model, rel=0.1)
         shape = model.d_model / model.n_layers / (whole.d_model / whole.n_layers)
         assert 0.4 < shape < 2.5, (rung, model.n_layers, model.d_model)
+
+
+@pytest.mark.parametrize(("n_layers", "least"), [(4, 2), (1, 1)])
+def test_a_small_target_has_no_sizes_of_one_block_unless_it_is_one(
+    n_layers: int, least: int
+) -> None:
+    shape = {"d_model": 80, "n_heads": 5, "n_key_value_heads": 5, "d_head": 16, "d_ff": 320}
+    small = target("tiny").model.model_copy(update={**shape, "n_layers": n_layers})
+    sizes = [scale_model(small, block_parameters(small) * share) for share in (0.3, 0.1, 0.03)]
+    assert min(model.n_layers for model in sizes) == least
 
 
 def test_length_batch_rate_and_schedule_follow_the_rules() -> None:
