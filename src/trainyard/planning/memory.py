@@ -526,18 +526,18 @@ class _Memory(Rank):
         n_rows = math.ceil(self.n_tokens / n_chunks)
         is_cast = value < FP32_BYTES
         matrix = value * n_columns * self.model.d_model if is_cast else 0
-        has_matrix = self.shares_head or self.is_shared  # FSDP gathers it in the compute precision
         # A GPU's matmul gives fp32, but for the loss scale of fp16.
         is_fp16 = self.run.precision.formats.compute == FP16
         product = matrix if is_fp16 or not self.on_gpu else 0
         product += self.head_gradient if self.adds_ends and is_fp16 else 0
-        kept = self.hidden + (0 if has_matrix else matrix)
+        kept = self.hidden + (0 if self.shares_head or self.is_shared else matrix)  # FSDP gathers
         gradient = 0 if self.adds_ends else self.head_gradient
         has_copy = is_cast and not (self.compiles and self.topology.tensor == 1)
         logits = n_rows * n_columns * (value + has_copy * FP32_BYTES)
         rows = value * n_rows * self.model.d_model
         forward = kept + logits + (gradient + rows if n_chunks > 1 else 0)
-        backward = kept + gradient + product + n_rows * n_columns * value + 2 * rows
+        errors = n_rows * n_columns * value
+        backward = kept + gradient + max(product + errors, matrix * self.is_shared) + 2 * rows
         return max(forward, backward) + TOKEN_BYTES * self.n_tokens
 
     def _other_losses(self) -> float:
