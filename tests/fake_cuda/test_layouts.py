@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 from tests.fake_cuda.device import in_forks
-from tests.fake_cuda.steps import Measured, measure_rank
+from tests.fake_cuda.steps import Measured, judge_rows, measure_rank
 from tests.parity.rows import MIXTURES, OTHERS, PRECISIONS, Row
 
 from trainyard.config.run import Run
@@ -127,6 +127,10 @@ def count_waits(row: Row, found: list[int]) -> list[int]:
     n_replicas = row.n_ranks // run.parallel.pipeline  # of all blocks
     assert sum(found) == n_replicas * n_blocks * n_passes * n_micro_batches * n_waits
     return found
+
+
+def test_each_layout_has_a_budget_of_launches() -> None:
+    judge_rows(ROWS.keys() - REFUSED.keys())
 
 
 @pytest.mark.table

@@ -9,7 +9,13 @@ from itertools import product
 import pytest
 import torch
 from tests.fake_cuda.device import in_fork
-from tests.fake_cuda.steps import count_calls, measure_run, train_baseline, train_once
+from tests.fake_cuda.steps import (
+    count_calls,
+    judge_rows,
+    measure_run,
+    train_baseline,
+    train_once,
+)
 
 KINDS = ("fp32", "bf16", "fp16", "fp8", "fp8_lowbit")
 DROPOUT = {"dropout": "model.dropout=0.1", "no dropout": "model.dropout=0"}
@@ -74,6 +80,10 @@ def rows() -> Iterator[tuple[str, str, tuple[str, ...]]]:
 
 
 ROWS = {name: (capability, settings) for name, capability, settings in rows()}
+
+
+def test_each_step_has_a_budget_of_launches() -> None:
+    judge_rows(ROWS)
 
 
 @pytest.mark.table
